@@ -35,6 +35,7 @@ class PairResidency(AbstractResidency):
         self._lora, self._esft = lora, esft
         self._num_lora_slots, self._num_slots = num_lora_slots, num_slots
         self._pairs: dict[str, _Pair] = {}
+        self._experts: dict[str, int] = {}  # slots that pairs hold which wait for LoRA's part
 
     def check_fits(self, weights: AnyWeights) -> None:
         """The adapters of a pair fit: their own kinds were asked."""
@@ -44,16 +45,24 @@ class PairResidency(AbstractResidency):
         return digest in self._pairs
 
     def acquire(self, digest: str) -> int | None:
-        """Return the slot, with one more user of each adapter, or None and none more."""
+        """Return the slot, with one more user of each adapter, or None.
+
+        The experts come first, and stay while LoRA's part is on its way. Otherwise pairs that have
+        one of their adapters each would take it from one another for ever; as all of them wait for
+        LoRA's part with the other one in hand, none waits for what such a one holds.
+        """
         of_lora, of_esft = self._pairs[digest].digests
-        lora, esft = self._lora.acquire(of_lora), self._esft.acquire(of_esft)
+        esft = self._experts.pop(digest, None)
+        if esft is None:
+            esft = self._esft.acquire(of_esft)
+        lora = self._lora.acquire(of_lora)
         if lora is not None and esft is not None:
             index = (esft - self._num_lora_slots) * self._num_lora_slots + lora
             return self._num_slots + index
         if lora is not None:
             self._lora.release(of_lora)
         if esft is not None:
-            self._esft.release(of_esft)
+            self._experts[digest] = esft
         return None
 
     def release(self, digest: str) -> None:
@@ -64,6 +73,18 @@ class PairResidency(AbstractResidency):
     def is_loading(self, digest: str) -> bool:
         lora, esft = self._pairs[digest].digests
         return self._lora.is_loading(lora) or self._esft.is_loading(esft)
+
+    def is_resident(self, digest: str) -> bool:
+        lora, esft = self._pairs[digest].digests
+        return self._lora.is_resident(lora) and self._esft.is_resident(esft)
+
+    def protect(self, digests: frozenset[str]) -> None:
+        """Have both kinds protect the adapters of these pairs too, beside `digests`."""
+        held = [self._pairs[digest].digests for digest in digests & self._pairs.keys()]
+        if held:
+            both = digests.union(*held)
+            self._lora.protect(both)
+            self._esft.protect(both)
 
     def pool_of(self, digest: str) -> AdapterKind | None:
         return AdapterKind.LORA
@@ -78,9 +99,11 @@ class PairResidency(AbstractResidency):
     def drop(self, digest: str) -> None:
         pair = self._pairs[digest]
         pair.requests -= 1
+        lora, esft = pair.digests
         if not pair.requests:
             del self._pairs[digest]
-        lora, esft = pair.digests
+            if self._experts.pop(digest, None) is not None:
+                self._esft.release(esft)
         self._lora.drop(lora)
         self._esft.drop(esft)
 
@@ -90,3 +113,4 @@ class PairResidency(AbstractResidency):
 
     def check_integrity(self) -> None:
         assert not self._pairs, f"{len(self._pairs)} pairs are kept for nobody"
+        assert not self._experts, f"experts are held for {len(self._experts)} pairs that have gone"
