@@ -285,6 +285,17 @@ def _fill(numbers: np.ndarray, place: _Place, values: SequenceOf[float]) -> None
         numbers[place.start : place.start + len(values)] = values
 
 
+def parts_of(packed: PackedRow) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """Return what a packed sequence's row has of the history, the key, the ints and the floats."""
+    values = packed.values
+    return (
+        values[_INTS_START + _NUM_INTS :],
+        values[:_KEY].view(np.uint32),
+        values[_INTS_START : _INTS_START + _NUM_INTS],
+        values[_KEY:_INTS_START].view(np.float32),
+    )
+
+
 def admit(state: RowState, row: int, packed: PackedRow) -> RowState:
     """Return `state` (donated) with row `row` taken over by a packed sequence; see pack_row."""
     return _admit(state, np.concatenate([np.array([row], np.int32), packed.values]))

@@ -37,6 +37,7 @@ from serving.steps.mask_board import MaskBoard
 from serving.steps.merged_weights import MergedWeights
 from serving.steps.operands import Operands
 from serving.steps.page_copies import PageCopies, own_pages
+from serving.steps.row_writes import RowWrites
 from serving.steps.sampler import Sampled
 from serving.steps.split_step import StepSplit
 from serving.steps.step import StepSizes
@@ -146,6 +147,7 @@ class ModelRunner:
         if sizes.num_host_pages:
             self._copies = PageCopies(kv_shape, sizes, dtype, self._step.sharding, split)
         self._state = place(init_row_state(sizes.max_seqs, sizes.max_len))
+        self._rows = RowWrites(by_host=split is None and jax.default_backend() == "cpu")
         self._place, self.encoder, self.merged = place, encoder, merged
         self._bringing = bringing
         if encoder is not None:
@@ -307,7 +309,7 @@ class ModelRunner:
         if self._copies is not None:
             self._cache = self._copies.run(self._cache, step_input.moves)
         for row, packed in step_input.admitted:
-            self._state = admit(self._state, row, packed)
+            self._state = self._rows.admit(self._state, row, packed)
         for new in step_input.pages:
             self._step.inputs.add_pages(new.row, new.first, new.pages)
 
