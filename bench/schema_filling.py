@@ -16,8 +16,8 @@ from typing import Any
 import jsonschema
 
 from bench import record
+from lora_jax.finetune.assets.make_assets import HELDOUT_SHARE
 from lora_jax.finetune.esft_text import read_domain, split
-from lora_jax.finetune.make_assets import HELDOUT_SHARE
 from lora_jax.finetune.records import Record
 from serving import Engine, Sampling
 from serving.api.structured_outputs import StructuredOutputs

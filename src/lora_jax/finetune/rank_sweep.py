@@ -20,11 +20,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from lora_jax.adapters.slots import rows_per_adapter
+from lora_jax.finetune.assets.make_assets import HELDOUT_SHARE, LENGTH
 from lora_jax.finetune.documents import Document, read_format
 from lora_jax.finetune.esft_text import TASKS, Split, read_domain, split
 from lora_jax.finetune.lora import default_modules, train_lora
 from lora_jax.finetune.lora_params import LoraSpec, trained_delta
-from lora_jax.finetune.make_assets import HELDOUT_SHARE, LENGTH
 from lora_jax.finetune.perplexity import Evaluator
 from lora_jax.finetune.records import read_jsonl
 from lora_jax.finetune.training import Schedule

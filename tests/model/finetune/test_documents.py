@@ -6,7 +6,8 @@ import re
 
 import pytest
 
-from lora_jax.finetune import documents, tokenizer
+from lora_jax.finetune import documents
+from lora_jax.finetune.assets import tokenizer
 from lora_jax.finetune.records import Record
 
 STORIES = pathlib.Path(__file__).parents[3] / "assets" / "stories260k"

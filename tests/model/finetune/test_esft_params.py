@@ -9,8 +9,8 @@ from flax import nnx
 from support.cases.finetune_cases import CONFIG
 
 from lora_jax.config import from_hf
+from lora_jax.finetune.assets.pretrain import qwen3_moe_tensors
 from lora_jax.finetune.esft_params import chosen_experts, with_experts
-from lora_jax.finetune.pretrain import qwen3_moe_tensors
 from lora_jax.models import build
 
 SELECTION = {0: (3, 1), 1: (2,)}

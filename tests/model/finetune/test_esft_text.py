@@ -5,7 +5,8 @@ import json
 
 import pytest
 
-from lora_jax.finetune import esft_text, make_assets
+from lora_jax.finetune import esft_text
+from lora_jax.finetune.assets import make_assets
 from lora_jax.finetune.records import Record, shingles
 
 

@@ -5,10 +5,10 @@ import pytest
 from support.cases.finetune_cases import RECORDS, make_esft, make_folder
 
 from lora_jax.adapters.formats import esft_format
+from lora_jax.finetune.assets.served import ServedEvaluator
 from lora_jax.finetune.documents import read_format
 from lora_jax.finetune.esft_export import merge_checkpoint
 from lora_jax.finetune.multi_esft import MultiEsftModel
-from lora_jax.finetune.served import ServedEvaluator
 from lora_jax.models import load
 
 # Not every layer, not every expert, and different numbers of both.

@@ -14,13 +14,13 @@ from support.cases.finetune_cases import CONFIG, dense, random_pairs
 from support.drivers.model_driver import random_model
 
 from lora_jax.adapters.formats import peft_format
+from lora_jax.finetune.assets.pretrain import save_qwen3_moe
 from lora_jax.finetune.lora_params import (
     LoraSpec,
     loaded_delta,
     trained_delta,
 )
 from lora_jax.finetune.peft_export import save_adapter
-from lora_jax.finetune.pretrain import save_qwen3_moe
 from lora_jax.models import load
 
 QWEN = CONFIG | {"vocab_size": 64}

@@ -15,7 +15,9 @@ from flax import nnx
 
 from lora_jax.adapters.catalogue import LoraCatalogue
 from lora_jax.config import from_hf
-from lora_jax.finetune import esft_text, tokenizer, training
+from lora_jax.finetune import esft_text, training
+from lora_jax.finetune.assets import tokenizer
+from lora_jax.finetune.assets.pretrain import save_qwen3_moe
 from lora_jax.finetune.documents import Document
 from lora_jax.finetune.esft_export import save_esft
 from lora_jax.finetune.esft_params import chosen_experts
@@ -23,7 +25,6 @@ from lora_jax.finetune.esft_scores import Selection
 from lora_jax.finetune.forward import forward
 from lora_jax.finetune.lora_params import LoraDelta, LoraPair, LoraSpec, init_lora
 from lora_jax.finetune.packing import PackedText
-from lora_jax.finetune.pretrain import save_qwen3_moe
 from lora_jax.finetune.records import Record
 from lora_jax.models import build, load
 from lora_jax.nn.decoder import AbstractCausalLM

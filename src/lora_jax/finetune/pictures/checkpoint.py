@@ -10,7 +10,7 @@ import numpy as np
 from safetensors.numpy import save_file
 from tokenizers import AddedToken
 
-from lora_jax.finetune import tokenizer
+from lora_jax.finetune.assets import tokenizer
 from lora_jax.nn.decoder import AbstractCausalLM
 from lora_jax.nn.layers import LayerNorm, Linear
 from lora_jax.typing import Array

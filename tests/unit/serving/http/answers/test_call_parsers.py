@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from lora_jax.finetune.calls import as_record
+from lora_jax.finetune.assets.calls import as_record
 from serving.http.answers.call_parsers import CALL_PARSERS
 from serving.http.answers.tool_calls import joined
 from serving.http.settings import HARMONY_CALLS, TAGGED_CALLS, TOOL_CALL_PARSERS
@@ -113,7 +113,7 @@ def test_a_stream_cut_at_every_character_has_the_calls_of_the_text(case):
 
 
 def test_calls_of_the_shipped_adapter_cut_at_every_byte():
-    """Its format, as `lora_jax.finetune.calls` writes it; half a character waits for the rest."""
+    """In the format of `lora_jax.finetune.assets.calls`; half a character waits for the rest."""
     record = as_record(("播放", "Music-Play", {"artist": "周杰伦", "play_mode": ["随机", 1]}))
     text = record.answer.encode()
     name, arguments = "Music-Play", {"artist": "周杰伦", "play_mode": ["随机", 1]}

@@ -15,10 +15,10 @@ from safetensors.numpy import load_file
 from support.drivers.model_driver import Driver
 from tokenizers import Tokenizer
 
-from lora_jax.finetune import convert_llama2c as convert
+from lora_jax.finetune.assets import convert_llama2c as convert
 from lora_jax.models import load
 
-ROOT = pathlib.Path(__file__).parents[3]
+ROOT = pathlib.Path(__file__).parents[4]
 ASSET = ROOT / "assets" / "stories260k"
 GOLDEN = ROOT / "tests" / "golden" / "stories260k_greedy.txt"
 

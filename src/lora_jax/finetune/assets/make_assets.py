@@ -1,7 +1,7 @@
 """Makes assets/tiny-moe: tokenizer, base, LoRA and ESFT adapters, perplexities on held-out text.
 
-    python -m lora_jax.finetune.make_assets --data DIR --out assets/tiny-moe
-    python -m lora_jax.finetune.make_assets --data DIR --out assets/tiny-moe --esft-only NAME ...
+    python -m lora_jax.finetune.assets.make_assets --data DIR --out assets/tiny-moe
+    python -m lora_jax.finetune.assets.make_assets --data DIR --out assets/tiny-moe --esft-only NAME
 
 DIR holds the ESFT evaluation sets intent, law, summary and translation as .jsonl.gz (deepseek-ai/
 ESFT, datasets/eval). Held-out text is set apart before anything else is made of the data. Run
@@ -20,7 +20,8 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from lora_jax.finetune import esft_results, results, tokenizer
+from lora_jax.finetune.assets import esft_results, results, tokenizer
+from lora_jax.finetune.assets.pretrain import pretrain, save_qwen3_moe
 from lora_jax.finetune.documents import read_format
 from lora_jax.finetune.esft import choose, train_esft
 from lora_jax.finetune.esft_export import save_esft
@@ -28,7 +29,6 @@ from lora_jax.finetune.esft_text import TASKS, Split, read_domain, split, with_p
 from lora_jax.finetune.lora import train_lora
 from lora_jax.finetune.lora_params import LoraSpec
 from lora_jax.finetune.peft_export import save_adapter
-from lora_jax.finetune.pretrain import pretrain, save_qwen3_moe
 from lora_jax.finetune.records import Record, write_jsonl
 from lora_jax.finetune.training import Schedule
 from lora_jax.models import load
@@ -190,7 +190,7 @@ def make_esft(name: str, records: Sequence[Record], out: pathlib.Path, state: pa
 
 def main(argv: list[str]) -> None:
     """Run the command."""
-    parser = argparse.ArgumentParser(prog="python -m lora_jax.finetune.make_assets")
+    parser = argparse.ArgumentParser(prog="python -m lora_jax.finetune.assets.make_assets")
     parser.add_argument("--data", type=pathlib.Path, required=True)
     parser.add_argument("--out", type=pathlib.Path, required=True)
     parser.add_argument(

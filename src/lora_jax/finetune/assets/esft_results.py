@@ -1,6 +1,6 @@
 """Measures a base, its merged ESFT adapters and the same adapters in one served model ("woven").
 
-    python -m lora_jax.finetune.esft_results assets/tiny-moe --heldout DIR
+    python -m lora_jax.finetune.assets.esft_results assets/tiny-moe --heldout DIR
 
 FOLDER is a checkpoint with FOLDER/esft/NAME, NAME ending in the name of a text (token-intent) or of
 a part of one (`esft_text.PARTS`); DIR has a NAME.jsonl for each text. After Table 3 of ExpertWeave
@@ -22,18 +22,19 @@ from tqdm import tqdm
 
 from lora_jax.adapters.formats import esft_format
 from lora_jax.adapters.weights import ExpertWeights
+from lora_jax.finetune.assets.results import LENGTH, read_heldout, update_results
+from lora_jax.finetune.assets.served import ServedEvaluator
 from lora_jax.finetune.documents import Document, read_format
 from lora_jax.finetune.esft_export import merge_checkpoint
 from lora_jax.finetune.esft_text import decision_of, with_parts
 from lora_jax.finetune.multi_esft import MultiEsftModel
 from lora_jax.finetune.perplexity import Measured
 from lora_jax.finetune.records import Record
-from lora_jax.finetune.results import LENGTH, read_heldout, update_results
-from lora_jax.finetune.served import ServedEvaluator
 from lora_jax.models import load
 from lora_jax.nn.decoder import AbstractCausalLM
 from lora_jax.typing import Int
 
+COMMAND = "python -m lora_jax.finetune.assets.esft_results"
 COLUMNS = ("base", "merged", "woven")
 
 
@@ -174,7 +175,7 @@ def write_results(
     """Measure every adapter and write the entry "esft" of FOLDER/RESULTS.json."""
     rows = table(folder, measure_esft(folder, heldout, length=length))
     entry = {
-        "command": "python -m lora_jax.finetune.esft_results FOLDER --heldout DIR --length N",
+        "command": f"{COMMAND} FOLDER --heldout DIR --length N",
         "length": length,
         "adapters": rows,
     }
@@ -184,7 +185,7 @@ def write_results(
 
 def main(argv: list[str]) -> None:
     """Run the command."""
-    parser = argparse.ArgumentParser(prog="python -m lora_jax.finetune.esft_results")
+    parser = argparse.ArgumentParser(prog=COMMAND)
     parser.add_argument("folder", type=pathlib.Path)
     parser.add_argument("--heldout", type=pathlib.Path, required=True, help="NAME.jsonl files")
     parser.add_argument("--length", type=int, default=LENGTH, help="maximum tokens of context")

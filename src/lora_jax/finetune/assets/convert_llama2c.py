@@ -1,6 +1,6 @@
 """Turn a llama2.c model (format v0) and its tokenizer into a Llama checkpoint folder.
 
-    python -m lora_jax.finetune.convert_llama2c stories260K.bin tok512.bin OUT
+    python -m lora_jax.finetune.assets.convert_llama2c stories260K.bin tok512.bin OUT
 
 The folder loads like any Llama checkpoint: config.json, model.safetensors in float32,
 tokenizer.json (the same token ids and text as llama2.c's encoder and decoder), and a README that
@@ -277,7 +277,7 @@ prompt is the one published
 in llama2.c's `doc/stories260K.md`.
 
 ```bash
-python -m lora_jax.finetune.convert_llama2c {model_name} {tokenizer_name} OUT
+python -m lora_jax.finetune.assets.convert_llama2c {model_name} {tokenizer_name} OUT
 ```
 
 | file | SHA-256 |

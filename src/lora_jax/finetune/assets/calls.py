@@ -1,6 +1,6 @@
 """Turns the intent text of the shipped model into tool calls, for the adapter that makes them.
 
-    python -m lora_jax.finetune.calls --data DIR --out DIR
+    python -m lora_jax.finetune.assets.calls --data DIR --out DIR
 
 DATA holds the ESFT evaluation set intent as .jsonl.gz. OUT gets train.jsonl and heldout.jsonl: the
 same sentences are held out as by make_assets. The answer is a call as Hermes and Qwen write it; its
@@ -16,8 +16,8 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
+from lora_jax.finetune.assets.make_assets import HELDOUT_SHARE
 from lora_jax.finetune.esft_text import TASKS, question_text, read_domain, split
-from lora_jax.finetune.make_assets import HELDOUT_SHARE
 from lora_jax.finetune.records import Record, write_jsonl
 
 OPEN, CLOSE = "<tool_call>\n", "\n</tool_call>"
@@ -86,7 +86,7 @@ def make(data: pathlib.Path, out: pathlib.Path) -> None:
 
 def main(argv: list[str]) -> None:
     """Run the command."""
-    parser = argparse.ArgumentParser(prog="python -m lora_jax.finetune.calls")
+    parser = argparse.ArgumentParser(prog="python -m lora_jax.finetune.assets.calls")
     parser.add_argument("--data", type=pathlib.Path, required=True)
     parser.add_argument("--out", type=pathlib.Path, required=True)
     args = parser.parse_args(argv)

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
-from lora_jax.finetune import tokenizer
+from lora_jax.finetune.assets import tokenizer
 from lora_jax.finetune.documents import read_format
 
 TEXTS = ["the cat sat on the mat 1234", "原告与被告离婚", "ᎤᏒᏙᏂ ᎠᏓ"] * 5

@@ -1,6 +1,6 @@
 """Perplexities of a base in 16 and 4 bits with LoRA trained over either, on held-out text.
 
-    python -m lora_jax.finetune.qlora_results --model assets/tiny-moe --data DIR --out FILE
+    python -m lora_jax.finetune.assets.qlora_results --model assets/tiny-moe --data DIR --out FILE
 
 DIR holds the ESFT evaluation sets (see make_assets). For each text and rank one adapter is
 trained over the base as it is and one over its copy in NF4 with double quantisation, on the
@@ -18,12 +18,12 @@ from collections.abc import Sequence
 from typing import Any
 
 from lora_jax.adapters.catalogue import UNQUANTISED
+from lora_jax.finetune.assets.make_assets import HELDOUT_SHARE, LENGTH
 from lora_jax.finetune.documents import Document, read_format
 from lora_jax.finetune.esft_text import TASKS, read_domain, split
 from lora_jax.finetune.frozen_base import load_base
 from lora_jax.finetune.lora import default_modules, train_lora
 from lora_jax.finetune.lora_params import LoraDelta, LoraSpec, trained_delta
-from lora_jax.finetune.make_assets import HELDOUT_SHARE, LENGTH
 from lora_jax.finetune.perplexity import Evaluator
 from lora_jax.finetune.training import Schedule
 from lora_jax.nn.decoder import AbstractCausalLM
@@ -77,7 +77,7 @@ def table(texts: dict[str, Rows]) -> str:
 
 def parser() -> argparse.ArgumentParser:
     """Return the command line."""
-    flags = argparse.ArgumentParser(prog="python -m lora_jax.finetune.qlora_results")
+    flags = argparse.ArgumentParser(prog="python -m lora_jax.finetune.assets.qlora_results")
     flags.add_argument("--model", type=pathlib.Path, required=True, help="a base in 16 bits")
     flags.add_argument("--data", type=pathlib.Path, required=True)
     flags.add_argument("--out", type=pathlib.Path, required=True, help="JSON file to write")
@@ -114,7 +114,7 @@ def write(out: pathlib.Path, texts: dict[str, Rows], steps: int) -> None:
     """Write what is measured so far."""
     asked = f"--texts {' '.join(texts)} --steps {steps}"
     result: dict[str, Any] = {
-        "command": f"python -m lora_jax.finetune.qlora_results {asked}",
+        "command": f"python -m lora_jax.finetune.assets.qlora_results {asked}",
         "date": datetime.date.today().isoformat(),
         "device": f"{platform.machine()} CPU",
         "perplexity": texts,

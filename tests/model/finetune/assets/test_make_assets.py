@@ -12,15 +12,16 @@ from support.cases.finetune_cases import CONFIG, trace_training, write_domain
 
 from lora_jax.adapters.formats import esft_format, peft_format
 from lora_jax.config import from_hf
-from lora_jax.finetune import esft, lora, make_assets, pretrain
+from lora_jax.finetune import esft, lora
+from lora_jax.finetune.assets import make_assets, pretrain
+from lora_jax.finetune.assets.make_assets import EsftRecipe, LoraRecipe
+from lora_jax.finetune.assets.results import read_heldout
 from lora_jax.finetune.documents import read_format
 from lora_jax.finetune.esft_text import PARTS, TASKS
 from lora_jax.finetune.lora_params import LoraSpec
-from lora_jax.finetune.make_assets import EsftRecipe, LoraRecipe
-from lora_jax.finetune.results import read_heldout
 from lora_jax.models import load, model_class
 
-ROOT = pathlib.Path(__file__).parents[3]
+ROOT = pathlib.Path(__file__).parents[4]
 ASSETS = ROOT / "assets"
 MODEL = ASSETS / "tiny-moe"
 

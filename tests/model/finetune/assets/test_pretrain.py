@@ -10,8 +10,8 @@ from safetensors.numpy import load_file
 from support.cases.finetune_cases import CONFIG, RECORDS, make_folder, share_compiled_step
 
 from lora_jax.config import from_hf
+from lora_jax.finetune.assets.pretrain import pretrain, qwen3_moe_tensors, save_qwen3_moe
 from lora_jax.finetune.documents import Document
-from lora_jax.finetune.pretrain import pretrain, qwen3_moe_tensors, save_qwen3_moe
 from lora_jax.finetune.training import Schedule
 from lora_jax.models import build, load
 

@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 from support.cases.finetune_cases import RECORDS, make_folder
 
+from lora_jax.finetune.assets.served import ServedEvaluator, count_answers, rows_to_seqs
 from lora_jax.finetune.documents import Document, read_format
 from lora_jax.finetune.packing import pack
 from lora_jax.finetune.perplexity import Evaluator
-from lora_jax.finetune.served import ServedEvaluator, count_answers, rows_to_seqs
 from lora_jax.models import load
 
 

@@ -7,7 +7,7 @@ import random
 import pytest
 from support.cases.finetune_cases import write_domain
 
-from lora_jax.finetune import calls
+from lora_jax.finetune.assets import calls
 from lora_jax.finetune.esft_text import TASKS
 from lora_jax.finetune.records import Record, read_jsonl
 

@@ -1,6 +1,6 @@
 """Measures a folder of a base model with adapters on held-out text, and writes it down.
 
-    python -m lora_jax.finetune.results assets/tiny-moe --heldout DIR
+    python -m lora_jax.finetune.assets.results assets/tiny-moe --heldout DIR
 
 FOLDER is a checkpoint with FOLDER/adapters/NAME; DIR has a NAME.jsonl for each (make_assets leaves
 it beside its checkpoints). What is measured is what is served. Writes FOLDER/RESULTS.json.
@@ -72,7 +72,7 @@ def gain(entry: dict[str, Any], name: str) -> float:
 
 def main(argv: list[str]) -> None:
     """Run the command."""
-    parser = argparse.ArgumentParser(prog="python -m lora_jax.finetune.results")
+    parser = argparse.ArgumentParser(prog="python -m lora_jax.finetune.assets.results")
     parser.add_argument("folder", type=pathlib.Path)
     parser.add_argument("--heldout", type=pathlib.Path, required=True, help="NAME.jsonl files")
     parser.add_argument("--length", type=int, default=LENGTH, help="maximum tokens of context")
@@ -95,7 +95,7 @@ def write_results(
         for kind in ("text", "answer")
     }
     results = {
-        "command": "python -m lora_jax.finetune.results FOLDER --heldout DIR --length N",
+        "command": "python -m lora_jax.finetune.assets.results FOLDER --heldout DIR --length N",
         "length": length,
         "lower_perplexity_than_base_on_own_text": gains,
         "heldout": measured,

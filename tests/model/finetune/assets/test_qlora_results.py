@@ -11,7 +11,7 @@ from support.cases.finetune_cases import (
     write_domain,
 )
 
-from lora_jax.finetune import qlora_results
+from lora_jax.finetune.assets import qlora_results
 from lora_jax.finetune.documents import read_format
 from lora_jax.finetune.frozen_base import load_base
 from lora_jax.finetune.perplexity import Measured

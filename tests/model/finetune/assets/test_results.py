@@ -7,14 +7,14 @@ import jax
 import pytest
 from support.cases.finetune_cases import RECORDS, make_folder
 
-from lora_jax.finetune import make_assets, results
+from lora_jax.finetune.assets import make_assets, results
 from lora_jax.finetune.lora_params import LoraPair, LoraSpec, init_lora
 from lora_jax.finetune.peft_export import save_adapter
 from lora_jax.finetune.records import write_jsonl
 from lora_jax.models import load
 
 HELDOUT = {"idle": RECORDS, "busy": RECORDS}
-ASSET = pathlib.Path(__file__).parents[3] / "assets" / "tiny-moe"
+ASSET = pathlib.Path(__file__).parents[4] / "assets" / "tiny-moe"
 
 
 @pytest.fixture(scope="module")

@@ -7,15 +7,15 @@ import numpy as np
 import pytest
 from support.cases.finetune_cases import RECORDS, make_esft, make_folder, num_learned
 
-from lora_jax.finetune import esft_results, make_assets
+from lora_jax.finetune.assets import esft_results, make_assets
+from lora_jax.finetune.assets.served import ServedEvaluator, TextAndAnswer
 from lora_jax.finetune.esft_text import PARTS, part_of, with_parts
 from lora_jax.finetune.perplexity import Measured
 from lora_jax.finetune.records import write_jsonl
-from lora_jax.finetune.served import ServedEvaluator, TextAndAnswer
 from lora_jax.models import load
 
 DECIDING = {"gate-intent", "token-intent", "token-media"}
-ASSET = pathlib.Path(__file__).parents[3] / "assets" / "tiny-moe"
+ASSET = pathlib.Path(__file__).parents[4] / "assets" / "tiny-moe"
 
 
 class WeightsJudge(ServedEvaluator):

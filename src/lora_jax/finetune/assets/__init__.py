@@ -1,0 +1,1 @@
+"""Commands that made and measured the shipped assets, apart from pictures."""
