@@ -123,3 +123,22 @@ def test_heads_are_turned_as_the_models_turn_them():
     np.testing.assert_array_equal(
         others, np.delete(np.asarray(args.v_pages).reshape(20, 2, 16), [3, 17], axis=0)
     )
+
+
+@pytest.mark.usefixtures("shapes_unchecked")
+@pytest.mark.parametrize(
+    ("field", "cut"),
+    [
+        ("token_to_page_slot", lambda a: a[:1]),
+        ("v", lambda a: a[:1]),
+        ("cos", lambda a: a[:1]),
+        ("k_pages", lambda a: a[:, :, :1]),
+        ("v_pages", lambda a: a[:1]),
+        ("v_pages", lambda a: a[..., :5]),
+    ],
+)
+def test_shapes_by_which_a_kernel_would_write_beside_the_pages_are_named(field, cut):
+    args = some_heads("float32", False)
+    args = dataclasses.replace(args, **{field: cut(getattr(args, field))})
+    with pytest.raises(ValueError, match=rf"place_heads: {field} has shape .*, expected "):
+        place_heads(args)
