@@ -46,9 +46,6 @@ def _one_name(value: Any) -> Any:
     return value
 
 
-LoraPath = Annotated[
-    str, StringConstraints(max_length=_MAX_NAME), BeforeValidator(_one_name)
-]  # SGLang's way to name an adapter
 Biases = Annotated[dict[str, float], BeforeValidator(_few)]
 CacheSalt = Annotated[
     str, StringConstraints(min_length=1, max_length=128, pattern=r"^[^@/\\\x00]+$")
@@ -72,7 +69,10 @@ class GenerationBody(Body):
     """Fields of completions and chat completions alike."""
 
     model: str | None = Field(default=None, max_length=_MAX_NAME)
-    lora_path: LoraPath | None = None
+    # SGLang's way to name an adapter.
+    lora_path: Annotated[str | None, BeforeValidator(_one_name)] = Field(
+        default=None, max_length=_MAX_NAME
+    )
     # Weighted sums of adapters: objects with name and weight; see adapters.composition.parts_of.
     adapters: Annotated[list[Any], Field(max_length=64)] | None = None
     max_tokens: int | None = None
@@ -175,7 +175,10 @@ class ClassifyBody(TemplateFields):
     """Body of POST /classify: inputs, or messages."""
 
     model: str | None = Field(default=None, max_length=_MAX_NAME)
-    lora_path: LoraPath | None = None
+    # SGLang's way to name an adapter.
+    lora_path: Annotated[str | None, BeforeValidator(_one_name)] = Field(
+        default=None, max_length=_MAX_NAME
+    )
     adapters: Annotated[list[Any], Field(max_length=64)] | None = None
     input: str | Quick[str] | Quick[int] | Quick[Quick[int]] | None = None
     messages: Quick[ChatMessage] | None = None
