@@ -76,7 +76,7 @@ def compile_library(folder: Path, driver: str, headers: tuple[Path, ...] = ()) -
     command = ["g++", "-std=c++20", "-O1", "-U_FORTIFY_SOURCE", "-w", "-shared", "-fPIC", *include]
     built = BUILT / f"{_digest(command, folder)}.so"
     BUILT.mkdir(parents=True, exist_ok=True)
-    with native.locked(built.with_suffix(".lock")):
+    with native.locked(built.with_suffix(".lock"), f"Another process compiles {driver}."):
         if not built.exists():
             _compile([*command, f"-I{folder}", str(folder / driver)], built)
     shutil.copy(built, library)
