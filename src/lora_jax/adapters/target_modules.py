@@ -68,11 +68,12 @@ def modules_changed(
     for folder in folders:
         if (names := _targets_of(Path(folder))) is None:
             return None
+        named: set[str] = set()
         for name in names:
             if not (modules := _modules_of(name, catalogue)):
                 return None
-            found |= modules
-        found |= _in_file(Path(folder), catalogue, found)
+            named |= modules
+        found |= named | _in_file(Path(folder), catalogue, named)
     return frozenset(found)
 
 
@@ -156,13 +157,15 @@ def _targets_of(folder: Path) -> list[str] | None:
 def _in_file(folder: Path, catalogue: LoraCatalogue, named: set[str]) -> set[str]:
     """Return the modules of the tensors in an adapter's file: some configs name fewer.
 
-    The load tells what is wrong with tensors of no module.
+    `named` are those that its own config names. The load tells what is wrong with tensors of no
+    module.
     """
-    found: set[str] = set()
+    found, experts = set[str](), set(EXPERT_MODULES)
     with contextlib.suppress(OSError, ValueError, RecursionError):
         for path in _paths_in(header_text(folder / WEIGHTS_FILE)):
-            if container_of(path) is not None:  # whose config says which of them
-                found |= named & set(EXPERT_MODULES) or set(EXPERT_MODULES)
+            if (container := container_of(path)) is not None:
+                # One pair of matrices is of what the config says, a nested one beside it of both.
+                found |= (not container[1] and named & experts) or experts
                 continue
             with contextlib.suppress(ValueError):
                 target = find_target(path, catalogue) or find_shared(path, catalogue)

@@ -101,7 +101,9 @@ def test_tensors_of_modules_that_a_config_leaves_out_count(tmp_path):
         names = [f"base_model.model.model.layers.2.{path}" for path in paths]
         tensors = {f"{name}.lora_{side}.weight": zeros for name in names for side in "AB"}
         save_file(tensors, folder / "adapter_model.safetensors")
-        return modules_changed([folder], catalogue_of("qwen3_moe"))
+        return modules_changed([*beside, folder], catalogue_of("qwen3_moe"))
+
+    beside = []
 
     plain = {"target_modules": ["q_proj"]}
     assert changed("a", ["self_attn.v_proj", "nothing.here"], **plain) == {"q_proj", "v_proj"}
@@ -110,6 +112,10 @@ def test_tensors_of_modules_that_a_config_leaves_out_count(tmp_path):
     assert changed("c", ["mlp.experts"], **plain) == {"q_proj"} | experts
     stacked = {"target_parameters": ["mlp.experts.down_proj"]}
     assert changed("d", ["mlp.experts"], **plain, **stacked) == {"q_proj", "experts.down_proj"}
+    nested = ["mlp.experts", "mlp.experts.base_layer"]  # as PEFT writes both parameters
+    assert changed("e", nested, **plain, **stacked) == {"q_proj"} | experts
+    beside.append(tmp_path / "d")  # what another adapter's config says is not said of this one
+    assert changed("f", ["mlp.experts"], **plain) == {"q_proj"} | experts
 
 
 @pytest.mark.parametrize(
