@@ -161,7 +161,7 @@ def _in_file(folder: Path, catalogue: LoraCatalogue, named: set[str]) -> set[str
     module.
     """
     found, experts = set[str](), set(EXPERT_MODULES)
-    with contextlib.suppress(OSError, ValueError, RecursionError):
+    with contextlib.suppress(OSError, ValueError):
         for path in _paths_in(header_text(folder / WEIGHTS_FILE)):
             if (container := container_of(path)) is not None:
                 # One pair of matrices is of what the config says, a nested one beside it of both.

@@ -124,13 +124,16 @@ def header_text(path: Path) -> bytes:
     with open(path, "rb") as file:
         length = int.from_bytes(file.read(8), "little")
         if length > _MOST_NAMES_BYTES:
-            raise ValueError(f"a header of {length} bytes.")
+            raise ValueError(f"a header of {length} bytes, at most {_MOST_NAMES_BYTES} allowed.")
         return file.read(length)
 
 
 def names_in(text: bytes) -> tuple[str, ...]:
     """Return the names of tensors in `header_text`; ValueError where it is no header."""
-    header = json.loads(text)
+    try:
+        header = json.loads(text)
+    except RecursionError:
+        raise ValueError("a header that is nested too deep.") from None
     if not isinstance(header, dict):
         raise ValueError("a header that is not an object.")
     return tuple(name for name in header if name != "__metadata__")
