@@ -158,7 +158,7 @@ def _why_late(settings: list[str]) -> str:
 
 
 def _on_cpu(count: int) -> AbstractHostBoard:
-    if (named := dispatch.requested()) not in (None, "ffi"):
+    if (named := dispatch.requested()) not in (None, "ffi", *dispatch.others()):
         raise dispatch.Declined(f"{dispatch.ENV} asks for {named}, not for ffi")
     return HostBoard(count)
 

@@ -123,6 +123,9 @@ def test_a_cpu_has_a_board_unless_other_kernels_are_asked_for(monkeypatch, caplo
     monkeypatch.setenv("LORA_JAX_OPS", "reference")
     assert make_board(SIZES, VOCAB) is None
     assert "two programs: LORA_JAX_OPS asks for reference, not for ffi" in caplog.text
+    monkeypatch.setenv("LORA_JAX_OPS", "own")  # a backend of another package, which has no board
+    monkeypatch.setattr(mask_board.dispatch, "others", lambda: ("own",))
+    assert make_board(SIZES, VOCAB) is not None
     monkeypatch.delenv("LORA_JAX_OPS")
     monkeypatch.setattr(build, "available", lambda: False)
     assert make_board(SIZES, VOCAB) is None
