@@ -67,7 +67,7 @@ _REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "max_new_tokens": ((), "send max_tokens (max_output_tokens in /v1/responses)"),
     "min_new_tokens": ((0,), "send min_tokens"),
     "ignore_eos_token": ((False,), "send ignore_eos"),
-    "do_sample": ((True,), "send temperature 0 for the likeliest tokens"),
+    "do_sample": ((True,), "send temperature 0 in place of false"),
     "typical_p": ((1.0,), "send top_p or min_p"),
     "stop_regex": (("", []), "send stop or stop_token_ids"),
     "no_stop_trim": ((False,), "send include_stop_str_in_output"),
