@@ -66,12 +66,13 @@ def test_the_same_page_after_other_tokens_has_another_key():
 def test_keys_tell_images_and_their_places_apart_where_the_tokens_are_the_same():
     tokens = [7] * 5 + [9] * 6 + [7] * 5  # an image of six tokens in pages 1 and 2
 
-    def keys_with(*images: tuple[bytes, int, int]) -> list[bytes]:
+    def keys_with(*images: tuple[bytes, int, int], last: int = 0) -> list[bytes]:
         made = [
             PromptImage(PreparedImage(None, (1, size), size, digest), start, b"")
             for digest, start, size in images
         ]
-        return PrefixChain("", "", SIZE, made).keys(tokens, 4)
+        chain = PrefixChain("", "", SIZE, made)
+        return [chain.last_key(tokens[:last])] if last else chain.keys(tokens, 4)
 
     ways = [
         keys_with((b"a" * 32, 5, 6)),
@@ -81,6 +82,9 @@ def test_keys_tell_images_and_their_places_apart_where_the_tokens_are_the_same()
         keys_with(),
     ]
     assert ways[0] == keys_with((b"a" * 32, 5, 6))
+    ends = [keys_with((digest * 32, 8, 3), last=11) for digest in (b"a", b"b")]  # in page 2 alone
+    ends.append(keys_with(last=11))
+    assert len({key for (key,) in ends}) == 3
     # The third has the first one's digest at the same place as far as page 1 reaches.
     assert [len({way[page] for way in ways}) for page in range(4)] == [1, 4, 5, 5]
 

@@ -192,6 +192,23 @@ def test_a_prompt_that_was_not_computed_to_its_end_leaves_no_last_page():
     assert run(pages, make(prompt, head=HEAD)) == 4
 
 
+def test_the_page_of_the_last_token_is_of_no_use_where_one_before_it_has_gone():
+    pages, prompt = SequencePages(8, 4, enable_prefix_caching=True), [1] * 11
+    first = make(prompt, head=HEAD)
+    assert give(pages, first)
+    held, first.num_computed = list(first.pages), 11
+    pages.take_back(first)
+    pages.close(first)
+    pages._cache.remove(held[1:2])  # as a page pool, which picks pages by their extents
+    assert run(pages, make(prompt, head=HEAD)) == 4
+
+
+def test_a_page_that_has_the_last_token_alone_is_not_kept():
+    pages = SequencePages(8, 4, enable_prefix_caching=True)
+    run(pages, make([1] * 9, head=HEAD))
+    assert pages._cache.num_blank == 6
+
+
 def test_pages_that_are_not_full_do_not_go_to_the_host():
     pages = SequencePages(2, 4, 0, 8, enable_prefix_caching=True)
     run(pages, make([1] * 7, head=HEAD))
