@@ -120,3 +120,9 @@ def test_headers_alone_tell_what_a_load_refuses(tmp_path, wrong):
     with pytest.raises(ValueError, match=r"\S") as early:
         reader.check_fits(tmp_path / "bad", catalogue)
     assert str(early.value) == str(load.value)
+
+
+def test_of_a_file_whose_copies_would_take_much_memory_nothing_is_said(tmp_path, monkeypatch):
+    cases.write_adapter(tmp_path / "bad", misfits(cases.dense_tensors())["shapes"])
+    monkeypatch.setattr(reader.peft_format, "_MOST_BLANK", 100)
+    reader.check_fits(tmp_path / "bad", cases.llama())

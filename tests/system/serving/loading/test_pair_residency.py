@@ -163,5 +163,10 @@ def test_a_pair_that_is_there_is_protected_by_its_parts():
     case.all.protect(frozenset({BOTH.digest}))
     for loader in (case.lora, case.esft):
         assert not loader._allocator.evict_idle()
+    case.all.retain(LORA)
+    case.all.acquire(LORA.digest)
+    case.advance()
+    case.all.protect(frozenset({BOTH.digest, LORA.digest}))  # no part takes another's place
+    assert not case.lora._allocator.evict_idle()
     case.all.protect(frozenset())
     assert case.lora._allocator.evict_idle()

@@ -143,6 +143,7 @@ def test_values_are_normalised():
         ({"allowed_token_ids": [2, 8], "min_tokens": 1, "stop_token_ids": [8]}, False),
         ({"allowed_token_ids": [7]}, False),
         ({"allowed_token_ids": [4]}, True),
+        ({"allowed_token_ids": [3]}, True),  # of a word of two tokens the last one is barred
         ({"min_tokens": 1}, True),
         ({"allowed_token_ids": [2], "min_tokens": 1, "structured_outputs": {"regex": "a"}}, True),
     ],

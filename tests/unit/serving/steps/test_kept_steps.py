@@ -154,6 +154,13 @@ def test_a_step_whose_kernels_are_not_there_is_traced(kept, monkeypatch):
         assert traced == ([] if there else [8])
 
 
+def test_a_step_with_kernels_of_another_package_is_traced_at_each_start(kept, monkeypatch):
+    monkeypatch.setattr(dispatch, "_CHOICES", Choices())
+    for _ in range(2):
+        assert not run(kept, traced=(traced := Kernel("own")))[1]
+        assert traced == [8]
+
+
 def test_a_step_is_traced_again_where_kernels_have_been_built_since(kept, monkeypatch):
     """Whoever installs the compiler that the log asked for gets what it makes."""
     monkeypatch.setattr(dispatch, "_CHOICES", Choices())

@@ -8,7 +8,7 @@ import pytest
 
 from serving.engine.images.sources import LongUrl, MediaPolicy, read_source
 from serving.http.requests import long_images as module
-from serving.http.requests.images import urls_of
+from serving.http.requests.images import _groups, urls_of
 from serving.http.requests.long_images import read_with_images
 from serving.http.requests.protocol import ChatBody, ClassifyBody, CompletionBody, TokenizeBody
 
@@ -43,6 +43,7 @@ def test_long_images_are_read_from_the_body(kind, escaped: bool):
     assert [isinstance(one, LongUrl) for one in urls] == [True, True, False]
     assert [read_source(one, POLICY) for one in urls[:2]] == FILES
     assert urls[1] == "DATA:image/webp;BASE64,"
+    assert [len(group) for group in _groups(urls)] == [1, 1, 1]  # by the size of their base64
     parts = body.messages[0].content
     assert isinstance(parts, list)
     assert [part.text for part in parts] == ["a", None, None, None, "b"]
