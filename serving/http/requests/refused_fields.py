@@ -76,6 +76,14 @@ _REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "return_hidden_states": ((False,), "answers have text and log-probabilities; leave it out"),
 }
 _OF_CHATS = ("tools", "tool_choice", "parallel_tool_calls")
+# Clients of several servers send both names; where both say the same, nothing is ignored.
+_OURS = {
+    "adapter_id": "model",
+    "lora_name": "model",
+    "max_new_tokens": "max_tokens",
+    "min_new_tokens": "min_tokens",
+    "ignore_eos_token": "ignore_eos",
+}
 
 
 def check_fields(body: Body) -> None:
@@ -86,5 +94,20 @@ def check_fields(body: Body) -> None:
             continue
         harmless, instead = _REFUSED[name]
         value = getattr(body, name)
-        if value is not None and not any(type(h) is type(value) and h == value for h in harmless):
+        if value is None or _is_said(body, name, value):
+            continue
+        if not any(_are_equal(one, value) for one in harmless):
             raise ApiError(400, f"{name} is not supported: {instead}.", param=name)
+
+
+def _is_said(body: Body, name: str, value: Any) -> bool:
+    """Return whether a field of our own says the same as this one of another server."""
+    if name == "do_sample":
+        return value is False and getattr(body, "temperature", None) == 0
+    ours = getattr(body, _OURS.get(name, ""), None)
+    return ours is not None and _are_equal(ours, value)
+
+
+def _are_equal(one: Any, other: Any) -> bool:
+    """Return whether two JSON values are the same: 1 and 1.0 are, 1 and true are not."""
+    return isinstance(one, bool) is isinstance(other, bool) and one == other

@@ -44,6 +44,20 @@ def test_what_asks_for_nothing_is_supported():
     check_fields(ChatBody(messages=[], tools=[], tool_choice="none"))
 
 
+def test_a_second_name_that_says_the_same_is_taken():
+    """As from clients that send one body to several kinds of servers, and 1.0 as 1."""
+    both = {"model": "law", "max_tokens": 8, "min_tokens": 1, "ignore_eos": True, "temperature": 0}
+    others = {"adapter_id": "law", "lora_name": "law", "max_new_tokens": 8, "min_new_tokens": 1}
+    others |= {"ignore_eos_token": True, "do_sample": False}
+    check_fields(completion(**both, **others, typical_p=1))
+    for name, value in others.items():
+        with pytest.raises(ApiError, match=f"{name} is not supported"):
+            check_fields(completion(**{name: value}))
+        differ = {"model": "sql", "max_tokens": 9, "ignore_eos": False, "temperature": 0.5}
+        with pytest.raises(ApiError, match=f"{name} is not supported"):
+            check_fields(completion(**differ, **{name: value}))
+
+
 def test_the_type_of_a_value_counts():
     with pytest.raises(ApiError, match="use_beam_search"):
         check_fields(completion(use_beam_search=0))
