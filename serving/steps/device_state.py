@@ -286,7 +286,10 @@ def _fill(numbers: np.ndarray, place: _Place, values: SequenceOf[float]) -> None
 
 
 def parts_of(packed: PackedRow) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Return what a packed sequence's row has of the history, the key, the ints and the floats."""
+    """Return one row of RowState's history, key, ints and floats, as views of a packed row.
+
+    Their dtypes are int32, uint32, int32 and float32, and each is 1-D, as long as the state's rows.
+    """
     values = packed.values
     return (
         values[_INTS_START + _NUM_INTS :],

@@ -167,7 +167,7 @@ class SequencePages:
     def _match_last(self, sequence: Sequence) -> list[int]:
         """Return the page of the last token where a task head answers, and nobody holds the page.
 
-        No token comes into it but the last one, which is computed once more, with the same bits.
+        A head samples nothing: only the last token is written to it, once more, with the same bits.
         """
         if not self._has_last(sequence):
             return []
