@@ -22,7 +22,10 @@ from lora_jax.typing import Array, Float, Int, Num
 
 MAX_ROWS = 8192  # one CTA sorts them in its shared memory
 MAX_SLOTS = 65534
-FEW_ROWS = 128  # up to these are for csrc/lora_gemm/decode.cuh, which wants items of at most 8
+# Up to FEW_ROWS are for csrc/lora_gemm/decode.cuh, which wants items of at most SMALL_ITEM rows; more
+# of them where slots are so few that most launches of a step of linear maps are.
+FEW_ROWS, SMALL_ITEM = 128, 8
+FEW_ROWS_OF_FEW_SLOTS, FEW_SLOTS = 256, 16
 MAX_RANK = 128
 COLUMNS = 64  # widths are copied in pieces of so many columns
 MAX_MODULES = 4  # of one launch
@@ -88,16 +91,23 @@ def check_support(
         raise Declined(f"cuda lora_gemm takes 1 to {MAX_SLOTS} slots, not {slots}")
 
 
-def rows_per_item(rows: int, max_rank: int = MAX_RANK, most_runs: int | None = None) -> int:
+def rows_per_item(
+    rows: int,
+    max_rank: int = MAX_RANK,
+    most_runs: int | None = None,
+    num_slots: int | None = None,
+) -> int:
     """Return how many rows an item may have; no result depends on it.
 
     There are at most `most_runs` of one adapter and expert, of rows that stand in order, or None.
+    Rows of linear maps have the adapters of `num_slots`; None: they are experts' rows.
     Few rows are spread over more CTAs, many share the loads of their adapter; at low ranks those
     are too few to wait for (1024 rows of 512 adapters of rank 16 on an H200: 55.7 us by 16 rows,
     59.0 by 32).
     """
-    if rows <= FEW_ROWS or max_rank <= 8:
-        return 8
+    few_slots = num_slots is not None and num_slots <= FEW_SLOTS
+    if rows <= (FEW_ROWS_OF_FEW_SLOTS if few_slots else FEW_ROWS) or max_rank <= 8:
+        return SMALL_ITEM
     if most_runs is not None and are_segments(rows, max_rank, most_runs):
         # 64 experts of 24 rows: gate and up 19.5 us by 16, 21.6 by 32; 128 of 16: 27.7 and 24.7.
         return 16 if most_runs * -(-rows // (most_runs * 32)) <= FEW_ITEMS else 32
@@ -122,7 +132,7 @@ def row_items(
     Rows of one slot should come sorted by expert: else the items are right, but smaller.
     """
     rows = row_to_slot.shape[0]
-    item_rows = rows_per_item(rows, max_rank)
+    item_rows = rows_per_item(rows, max_rank, num_slots=num_slots)
     shapes = [jax.ShapeDtypeStruct(s, jnp.int32) for s in ((rows,), (rows, 4), (1,))]
     call = jax.ffi.ffi_call("lora_jax_cuda_row_items", shapes)
     attributes = {"slots": np.int64(num_slots), "item_rows": np.int64(item_rows)}
@@ -255,8 +265,10 @@ def lora_pairs(
     accumulate = modules[0][0] is not None
     if any((y is not None) != accumulate for y, _, _ in modules):
         raise ValueError("a launch adds to every module's y or to none: some are None")
-    segments, last = False, not lora_tiles.expects_tiles(len(x), modules[0][1].shape[-2])
+    slots, known_rank, of_experts = modules[0][1].shape[-2], max_rank, False
+    segments, last = False, not lora_tiles.expects_tiles(len(x), slots)
     if isinstance(items, AdapterItems):
+        known_rank, of_experts = items.max_rank or MAX_RANK, items.in_order
         last = last and not items.in_order  # else they are experts' rows, for which tiles pay
         runs = items.most_runs if items.in_order and items.tiles is None else None
         segments = accumulate and are_segments(len(items.items), max_rank, runs)
@@ -270,7 +282,9 @@ def lora_pairs(
     aliases = {8 + 3 * m: 1 + m for m in range(count if accumulate else 0)}
     call = jax.ffi.ffi_call("lora_jax_cuda_lora_gemm", shapes, input_output_aliases=aliases)
     operands = (v for m in modules for v in m if v is not None)
+    small = rows_per_item(len(x), known_rank, num_slots=slots) <= SMALL_ITEM
     kind = {"accumulate": accumulate, "segments": segments, "tiles_last": last}
+    kind["small_items"] = len(x) <= FEW_ROWS or (small and not of_experts)
     attributes = {"max_rank": np.int64(max_rank), "zeros_if_idle": zeros_if_idle, **kind}
     places = np.array(sites or [0] * count, np.int64)
     return call(x, a_pool, b_pool, *listed, *operands, sites=places, **attributes)[1:]

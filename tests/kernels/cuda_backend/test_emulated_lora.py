@@ -128,6 +128,41 @@ def test_few_rows_have_the_bits_that_they_have_among_many(library, rows, d_out, 
     np.testing.assert_array_equal(few.view(np.uint16), many[some].view(np.uint16))
 
 
+@pytest.mark.parametrize(
+    ("rows", "d_out", "d_in", "ranks", "idle"),
+    [
+        (9, 64, 9344, (16, 9), 0),  # more chunks of d_in than a CTA holds
+        (128, 192, 2752, (16,), 0),  # 16 items on 8 clusters: two units of each
+        (77, 64, 12288, (24, 0, 16), 0),  # both, and some units have no rank rows
+        (220, 64, 320, (16,), 2),  # more rows than where adapters are many, every second idle
+        (250, 192, 320, (16, 8, 40), 0),  # the same, too many of them to be shrunk at once
+    ],
+)
+@pytest.mark.parametrize("accumulate", [True, False])
+def test_rows_of_few_adapters_are_shrunk_at_once(
+    library, rows, d_out, d_in, ranks, idle, accumulate
+):
+    """They have the bits that they have among many rows, whose shrink is shared out otherwise."""
+    case = lora_case(max(rows, 130), d_out, d_in, ranks=ranks, dtype="bfloat16")
+    tables = [copied(a) for a in (case.a_pool, case.b_pool, case.entries, case.scaling)]
+    all_owners = copied(case.row_to_slot)
+    whole = len(all_owners)
+    all_owners[:: idle or whole + 1] = -1
+    some = np.random.default_rng(rows).permutation(whole)[:rows]
+
+    def added(which: np.ndarray, item_rows: int) -> np.ndarray:
+        y, x, owners = copied(case.y)[which], copied(case.x)[which], all_owners[which]
+        sizes = (1, len(which), d_out, d_in, len(tables[0]), len(tables[1]), len(ranks))
+        more = (case.max_rank, item_rows, int(accumulate), 1, 0)
+        call(library.lora, y, x, *tables, owners, np.zeros(len(which), np.int32), *sizes, *more)
+        return y.view(np.uint16)
+
+    library.emulate(2, rows)
+    many = added(np.arange(whole), 32)
+    library.emulate(16, rows)
+    np.testing.assert_array_equal(added(some, 8), many[some])
+
+
 # The last: on how many SMs, of two CTAs each. Items of one CTA are up to 70, and so two batches.
 @pytest.mark.parametrize(
     ("rows", "d_out", "d_in", "ranks", "experts", "modules", "sms"),

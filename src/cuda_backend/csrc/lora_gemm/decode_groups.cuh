@@ -10,12 +10,12 @@ namespace lora_jax {
 
 constexpr int kHWarp = kRowWarp + 1;  // instead of a second row warp: items have few rows
 constexpr int kGroupItems = kThreads / 32;    // of a segment, at most
-constexpr int kMostRounds = 2;                // blocks of columns that a CTA has, at most
+constexpr int kMostRounds = 4;                // blocks of columns that a CTA has, at most
 constexpr int kGroupColumns = 64;             // of a block
 
 struct FewGroups {
   int count;  // of one module; 0 where they are not what serves the launch
-  int starts[kFewRows + 1];  // first items, and the number of items
+  uint16_t starts[kFewRows + 1];  // first items, and the number of items
 };
 struct GroupUnit {
   int module, col, rank;
@@ -72,7 +72,7 @@ __device__ __forceinline__ bool have_groups(const PairArgs& p, S& sm, const Aske
 template <class S>
 __device__ __forceinline__ GroupUnit group_unit(const PairArgs& p, const S& sm, int unit) {
   const int blocks = group_blocks(p), group = unit / blocks, module = group / sm.groups.count;
-  const int* starts = sm.groups.starts + group - module * sm.groups.count;
+  const uint16_t* starts = sm.groups.starts + group - module * sm.groups.count;
   const int4 item = sm.tables.items[starts[0]];
   const int* e = p.modules[module].entries + min(static_cast<unsigned>(item.x), p.num_slots - 1u) * 5;
   const int col = (unit - group * blocks) * kGroupColumns, rank = min(__ldg(e + 2), p.max_rank);
@@ -193,7 +193,7 @@ __device__ void expand_groups(const PairArgs& p, S& sm) {
   }
 }
 
-// Both phases, or the expand alone.
+// Both phases, or the expand alone. `unit` and `site` are those of this cluster's first unit.
 template <class S>
 __device__ void serve_groups(const PairArgs& p, S& sm, int num_items, const AtOnceUnit& unit, const AtOnceSite& site) {
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
@@ -203,9 +203,10 @@ __device__ void serve_groups(const PairArgs& p, S& sm, int num_items, const AtOn
       before = lane == 0 ? count_launch(p) : 0;
       clear_last(p);
     }
-    if (in_unit(p, num_items))
-      shrink_at_once(p, *reinterpret_cast<AtOnceShared*>(sm.stages), sm.at_once, unit, site, &sm.cleared);
-    if (warp == kHWarp) await_clear(p, is_odd(__shfl_sync(~0u, before, 0)), &sm.cleared);
+    auto& shared = *reinterpret_cast<AtOnceShared*>(sm.stages);
+    shrink_all_at_once(p, shared, sm.at_once, num_items, unit, site, &sm.cleared, [&] {
+      if (warp == kHWarp) await_clear(p, is_odd(__shfl_sync(~0u, before, 0)), &sm.cleared);
+    });
     __syncthreads();  // all of h is cleared, and what the shrink used is free
   }
   expand_groups(p, sm);

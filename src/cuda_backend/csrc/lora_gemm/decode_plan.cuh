@@ -5,8 +5,9 @@
 
 namespace lora_jax {
 
-constexpr int kFewRows = 128;    // of a launch
-constexpr int kFewItemRows = 8;  // of an item: see rows_per_item in lora_gemm.py
+constexpr int kFewRows = 256;    // of a launch, at most
+constexpr int kFewRowsOfMany = 128;  // where adapters may be many
+constexpr int kFewItemRows = 8;      // of an item: see rows_per_item in lora_gemm.py
 constexpr int kFewCuts = 2;      // the shrink is cut into units of 8 or 16 rank rows
 
 __device__ __forceinline__ float reciprocal(int n) { return __fdividef(1.f, static_cast<float>(n)); }
@@ -16,7 +17,7 @@ __device__ __forceinline__ int quotient(int n, float by) { return static_cast<in
 // ---------------------------------------------------------------- tables
 struct FewTables {
   int4 items[kFewRows];
-  int order[kFewRows];
+  uint16_t order[kFewRows];
 };
 
 // What a lane of the unit warp asks for before it does anything else: its part of the tables, and the

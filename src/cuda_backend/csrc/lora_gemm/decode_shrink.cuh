@@ -1,5 +1,5 @@
 // Shrink of so few items that all loads are in flight at once: a cluster of four CTAs has 16 rank rows of an
-// item. lora_gemm/decode.cuh has the overview.
+// item, or of one item after the other. lora_gemm/decode.cuh has the overview.
 //
 // The sums have pair_kernel's order: each CTA has the k of one of its warps (k mod 128). All its warps ask for
 // a share of those and put what comes into shared memory as the tensor cores take it; one warp adds it up in
@@ -14,22 +14,24 @@ namespace lora_jax {
 
 constexpr int kShrinkParts = kConsumers;  // CTAs of a cluster
 constexpr int kLoaders = kThreads / 32, kChunkSteps = 4;  // steps of 128 columns that a warp asks for at once
-constexpr int kMostChunks = 2 * kLoaders;
-constexpr int kAtOnceRanks = 16, kMostAtOnce = 64;  // rank rows of a unit; units, which all run at a time
+constexpr int kHeldChunks = 2 * kLoaders;  // which shared memory has room for: all of d_in up to 8192
+constexpr int kAtOnceRanks = 16, kMostAtOnce = 64;  // rank rows of a unit; units that all run at a time
+constexpr int kAtOnceRounds = 2;                    // units of a cluster, at most, where the expand follows
 
 // What the lanes of a warp multiply in a step: rank rows g and g + 8 by either half of a lane's 8 k, batch row g.
 struct Step {
   uint4 low[32], high[32], x[32];
 };
 struct AtOnceShared {
-  Step chunks[kMostChunks][kChunkSteps];
+  Step chunks[kHeldChunks][kChunkSteps];
   alignas(16) float4 parts[kShrinkParts - 1][32];  // of the other CTAs
 };
 struct AtOnceBarriers {
-  alignas(8) uint64_t full[kMostChunks], summed;
+  alignas(8) uint64_t full[kHeldChunks], empty[kHeldChunks], summed;
 };
 __device__ __forceinline__ void make_at_once_barriers(AtOnceBarriers& bars) {
   for (uint64_t& bar : bars.full) mbar_init(&bar, 1);
+  for (uint64_t& bar : bars.empty) mbar_init(&bar, 1);
   mbar_init(&bars.summed, 1);
   fence_barriers();
 }
@@ -46,15 +48,15 @@ struct AtOnceUnit {
 };
 __device__ __forceinline__ int rank_units(const PairArgs& p) { return (p.max_rank + kAtOnceRanks - 1) / kAtOnceRanks; }
 __device__ __forceinline__ int at_once_units(const PairArgs& p, int items) { return items * p.num_modules * rank_units(p); }
+__device__ __forceinline__ int num_clusters() { return static_cast<int>(gridDim.x) / kShrinkParts; }
 __device__ __forceinline__ bool at_once(const PairArgs& p, int num_items) {
-  const int most = min(kMostAtOnce, static_cast<int>(gridDim.x) / kShrinkParts);
-  return at_once_units(p, num_items) <= most && p.d_in <= kMostChunks * kChunkSteps * 128;
+  return at_once_units(p, num_items) <= min(kMostAtOnce, num_clusters()) * (p.expand ? kAtOnceRounds : 1);
 }
-__device__ __forceinline__ bool in_unit(const PairArgs& p, int num_items) {
-  return static_cast<int>(blockIdx.x) / kShrinkParts < at_once_units(p, num_items);
+__device__ __forceinline__ bool in_unit(const PairArgs& p, int num_items, int round = 0) {
+  return round * num_clusters() + static_cast<int>(blockIdx.x) / kShrinkParts < at_once_units(p, num_items);
 }
-__device__ __forceinline__ AtOnceUnit at_once_unit(const PairArgs& p) {
-  const int unit = blockIdx.x / kShrinkParts, of_item = p.num_modules * rank_units(p);
+__device__ __forceinline__ AtOnceUnit at_once_unit(const PairArgs& p, int round = 0) {
+  const int unit = round * num_clusters() + blockIdx.x / kShrinkParts, of_item = p.num_modules * rank_units(p);
   const int item = quotient(unit, reciprocal(of_item)), rest = unit - item * of_item;
   const int module = quotient(rest, reciprocal(rank_units(p)));
   return AtOnceUnit{item, module, (rest - module * rank_units(p)) * kAtOnceRanks};
@@ -77,21 +79,45 @@ __device__ __forceinline__ void add_step(const Operands& o, AtOnceSums& acc) {
   mma_bf16(acc[0], o.low.x, o.low.y, o.low.z, o.low.w, o.x.x, o.x.y);
   mma_bf16(acc[1], o.high.x, o.high.y, o.high.z, o.high.w, o.x.z, o.x.w);
 }
+// A CTA's chunks of one unit after the other have places in turn. `done`: units before.
+struct ChunkTurns {
+  int chunks, done;  // of a unit
+  __device__ __forceinline__ int place(int chunk) const { return chunk % kHeldChunks; }
+  // How many chunks have had a chunk's place before.
+  __device__ __forceinline__ int before(int chunk) const {
+    return done * ((chunks - place(chunk) + kHeldChunks - 1) / kHeldChunks) + chunk / kHeldChunks;
+  }
+  __device__ __forceinline__ void await_full(AtOnceBarriers& bars, int chunk) const {
+    mbar_wait(&bars.full[place(chunk)], before(chunk) & 1);
+  }
+  __device__ __forceinline__ void await_empty(AtOnceBarriers& bars, int chunk) const {
+    if (const int last = before(chunk); last > 0) mbar_wait(&bars.empty[place(chunk)], (last - 1) & 1);
+  }
+};
+
 // Adds the chunks in order. A step is read while three are added, and before the next of them: behind it, what is read
 // would wait for registers that the sum leaves late.
-__device__ __forceinline__ void add_chunks(const AtOnceShared& sm, AtOnceBarriers& bars, int chunks, AtOnceSums& acc) {
+__device__ __forceinline__ void add_chunks(const AtOnceShared& sm, AtOnceBarriers& bars, const ChunkTurns& turns, AtOnceSums& acc) {
   static_assert(kChunkSteps == 4);
-  uint32_t at = smem_u32(&sm.chunks[0][0].low[threadIdx.x & 31]);
+  uint32_t at;
   Operands o[4];
   auto read = [&](int d) { o[d] = read_step(at + d * sizeof(Step)); };
-  mbar_wait(&bars.full[0], 0);
+  auto begin = [&](int i) {
+    turns.await_full(bars, i);
+    at = smem_u32(&sm.chunks[turns.place(i)][0].low[threadIdx.x & 31]);
+  };
+  auto leave = [&](int i) {
+    __syncwarp();
+    if ((threadIdx.x & 31) == 0) mbar_arrive(&bars.empty[turns.place(i)]);
+  };
+  begin(0);
   read(0), read(1), read(2);
 #pragma unroll 1
   for (int i = 1;; ++i) {
     read(3), add_step(o[0], acc);
-    if (i == chunks) break;
-    at += kChunkSteps * sizeof(Step);
-    mbar_wait(&bars.full[i], 0);
+    leave(i - 1);
+    if (i == turns.chunks) break;
+    begin(i);
     read(0), add_step(o[1], acc);
     read(1), add_step(o[2], acc);
     read(2), add_step(o[3], acc);
@@ -101,11 +127,12 @@ __device__ __forceinline__ void add_chunks(const AtOnceShared& sm, AtOnceBarrier
 
 // By one warp of the cluster's first CTA: adds the parts in order and stores this unit's h.
 __device__ __forceinline__ void finish_at_once(const PairArgs& p, AtOnceShared& sm, AtOnceBarriers& bars, const AtOnceUnit& u,
-                                               const int4& item, int rank, float scaling, const float4& own, uint64_t* cleared) {
+                                               const int4& item, int rank, float scaling, const float4& own, int done,
+                                               uint64_t* cleared) {
   const int lane = threadIdx.x & 31, g = lane >> 2, q = lane & 3, place = item.z + q * 2;
   auto* h = reinterpret_cast<uint32_t*>(p.h + (static_cast<int64_t>(u.module) * p.num_rows + place) * p.h_stride + u.first_rank + g);
   const int left = item.w - q * 2, written = (rank + 7) / 8 * 8 - u.first_rank;  // rows from this lane's first on; columns
-  mbar_wait(&bars.summed, 0);
+  mbar_wait(&bars.summed, done & 1);
   float sums[4] = {0.f, 0.f, 0.f, 0.f};
   auto add = [&](float4 v) { sums[0] += v.x, sums[1] += v.y, sums[2] += v.z, sums[3] += v.w; };
   add(own);
@@ -121,36 +148,43 @@ __device__ __forceinline__ void finish_at_once(const PairArgs& p, AtOnceShared& 
   }
 }
 
-// This lane's part of x and of rank rows g and g + 8, from this warp's first chunk on.
+// This lane's part of x and of rank rows g and g + 8, of the CTA's first chunk.
 struct AtOnceSource {
   const __nv_bfloat16 *x, *lo, *hi;
 };
-// Brings this warp's chunks of the CTA's k. Of steps that are not there come zeros: sums stay as they are.
-__device__ __forceinline__ void bring_chunks(AtOnceShared& sm, AtOnceBarriers& bars, AtOnceSource from, int steps, int chunks) {
-  constexpr int kColumns = kLoaders * kChunkSteps * 128;  // until this warp's next chunk
-  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
-  uint32_t to = smem_u32(&sm.chunks[warp][0].low[lane]);
-#pragma unroll 1
-  for (int i = warp; i < chunks; i += kLoaders) {
-    uint4 x[kChunkSteps], lo[kChunkSteps], hi[kChunkSteps];
+// Brings a chunk of the CTA's k. Of steps that are not there come zeros: sums stay as they are.
+__device__ __forceinline__ void bring_chunk(AtOnceShared& sm, AtOnceBarriers& bars, const AtOnceSource& from, int steps,
+                                            const ChunkTurns& turns, int i) {
+  const int lane = threadIdx.x & 31, first = i * kChunkSteps;
+  const uint32_t to = smem_u32(&sm.chunks[turns.place(i)][0].low[lane]);
+  uint4 x[kChunkSteps], lo[kChunkSteps], hi[kChunkSteps];
 #pragma unroll
-    for (int d = 0; d < kChunkSteps; ++d) {
-      const bool there = i * kChunkSteps + d < steps;
-      lo[d] = hi[d] = x[d] = make_uint4(0, 0, 0, 0);
-      load_once(lo[d], from.lo + d * 128, there), load_once(hi[d], from.hi + d * 128, there);
-      load_once(x[d], from.x + d * 128, there);
-    }
-#pragma unroll
-    for (int d = 0; d < kChunkSteps; ++d) {
-      const uint32_t step = to + d * sizeof(Step);
-      sts128(step, make_uint4(lo[d].x, hi[d].x, lo[d].y, hi[d].y));
-      sts128(step + 512, make_uint4(lo[d].z, hi[d].z, lo[d].w, hi[d].w));
-      sts128(step + 1024, x[d]);
-    }
-    __syncwarp();
-    if (lane == 0) mbar_arrive(&bars.full[i]);
-    from.lo += kColumns, from.hi += kColumns, from.x += kColumns, to += kLoaders * kChunkSteps * sizeof(Step);
+  for (int d = 0; d < kChunkSteps; ++d) {
+    const bool there = first + d < steps;
+    lo[d] = hi[d] = x[d] = make_uint4(0, 0, 0, 0);
+    load_once(lo[d], from.lo + (first + d) * 128, there), load_once(hi[d], from.hi + (first + d) * 128, there);
+    load_once(x[d], from.x + (first + d) * 128, there);
   }
+  turns.await_empty(bars, i);
+#pragma unroll
+  for (int d = 0; d < kChunkSteps; ++d) {
+    const uint32_t step = to + d * sizeof(Step);
+    sts128(step, make_uint4(lo[d].x, hi[d].x, lo[d].y, hi[d].y));
+    sts128(step + 512, make_uint4(lo[d].z, hi[d].z, lo[d].w, hi[d].w));
+    sts128(step + 1024, x[d]);
+  }
+  __syncwarp();
+  if (lane == 0) mbar_arrive(&bars.full[turns.place(i)]);
+}
+// Brings this warp's chunks. Those that wait for a place come by all warps but the first, which adds them up.
+__device__ __forceinline__ void bring_chunks(AtOnceShared& sm, AtOnceBarriers& bars, const AtOnceSource& from, int steps,
+                                             const ChunkTurns& turns) {
+  const int warp = threadIdx.x >> 5, held = min(turns.chunks, kHeldChunks);
+#pragma unroll 1
+  for (int i = warp; i < held; i += kLoaders) bring_chunk(sm, bars, from, steps, turns, i);
+  if (warp == 0) return;
+#pragma unroll 1
+  for (int i = kHeldChunks + warp - 1; i < turns.chunks; i += kLoaders - 1) bring_chunk(sm, bars, from, steps, turns, i);
 }
 
 // What a unit waits for before it can ask for weights, by one load of each lane: of two, one behind a branch that
@@ -170,30 +204,49 @@ __device__ __forceinline__ AtOnceSite ask_at_once(const PairArgs& p, const AtOnc
   return AtOnceSite{item, load_now(from)};
 }
 
-// `cleared`: of h, where others read it in this launch.
-__device__ __forceinline__ void shrink_at_once(const PairArgs& p, AtOnceShared& sm, AtOnceBarriers& bars, const AtOnceUnit& u,
-                                               const AtOnceSite& site, uint64_t* cleared = nullptr) {
+// Returns whether the unit had rank rows. `done`: units of this cluster before that had some; `cleared`: of h, where
+// others read it in this launch.
+__device__ __forceinline__ bool shrink_at_once(const PairArgs& p, AtOnceShared& sm, AtOnceBarriers& bars, const AtOnceUnit& u,
+                                               const AtOnceSite& site, int done = 0, uint64_t* cleared = nullptr) {
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, q = lane & 3, part = cluster_rank();
   const int rank = min(site.shown(2), p.max_rank);
-  if (u.first_rank >= rank) return;  // and so the whole cluster
+  if (u.first_rank >= rank) return false;  // and so the whole cluster
   cluster_begun();
-  const int steps = (p.d_in - part * 32 + 127) >> 7, chunks = (steps + kChunkSteps - 1) / kChunkSteps;
-  const int column = part * 32 + q * 8 + warp * kChunkSteps * 128;
+  const int steps = (p.d_in - part * 32 + 127) >> 7;
+  const ChunkTurns turns{(steps + kChunkSteps - 1) / kChunkSteps, done};
+  const int column = part * 32 + q * 8;
   const int a_row = site.shown(0) + site.item.y * site.shown(3) + u.first_rank, row = site.shown(8 + g), last = rank - 1 - u.first_rank;
   auto weights = [&](int r) { return p.pools[0] + static_cast<int64_t>(a_row + min(r, last)) * p.d_in + column; };
   const AtOnceSource from{p.x + static_cast<int64_t>(row) * p.d_in + column, weights(g), weights(g + 8)};
   const float scaling = __int_as_float(site.shown(5));
-  bring_chunks(sm, bars, from, steps, chunks);
+  bring_chunks(sm, bars, from, steps, turns);
   AtOnceSums acc = {};
   if (warp == 0) {
     if (part == 0 && lane == 0) mbar_expect(&bars.summed, sizeof(sm.parts));
-    if (chunks > 0) add_chunks(sm, bars, chunks, acc);
+    if (turns.chunks > 0) add_chunks(sm, bars, turns, acc);
   }
-  cluster_all_begun();  // who has arrived must wait before it ends
-  if (warp > 0) return;
+  cluster_all_begun();  // who has arrived must wait before it ends; and the first CTA has used the parts before
+  if (warp > 0) return true;
   const float4 own = make_float4(acc[0][0] + acc[1][0], acc[0][1] + acc[1][1], acc[0][2] + acc[1][2], acc[0][3] + acc[1][3]);
-  if (part == 0) return finish_at_once(p, sm, bars, u, site.item, rank, scaling, own, cleared);
-  cluster_store(address_in(0, smem_u32(&sm.parts[part - 1][lane])), own, address_in(0, smem_u32(&bars.summed)));
+  if (part == 0) finish_at_once(p, sm, bars, u, site.item, rank, scaling, own, done, cleared);
+  else cluster_store(address_in(0, smem_u32(&sm.parts[part - 1][lane])), own, address_in(0, smem_u32(&bars.summed)));
+  return true;
+}
+
+// All units of this cluster, of which the first and its site are given. `between` is called once, by all threads,
+// behind the first: one of its warps may tell there what `cleared` waits for.
+template <class Between>
+__device__ __forceinline__ void shrink_all_at_once(const PairArgs& p, AtOnceShared& sm, AtOnceBarriers& bars, int num_items,
+                                                   AtOnceUnit unit, AtOnceSite site, uint64_t* cleared, Between between) {
+  int done = 0;
+  if (in_unit(p, num_items)) done += shrink_at_once(p, sm, bars, unit, site, done, cleared) ? 1 : 0;
+  between();
+#pragma unroll 1
+  for (int round = 1; in_unit(p, num_items, round); ++round) {
+    unit = at_once_unit(p, round);
+    site = ask_at_once(p, unit, __ldg(reinterpret_cast<const int4*>(p.items) + unit.index));
+    done += shrink_at_once(p, sm, bars, unit, site, done, cleared) ? 1 : 0;
+  }
 }
 
 // The shrink alone: at once, or by pair_kernel's units.

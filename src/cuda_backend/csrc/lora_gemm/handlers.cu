@@ -30,6 +30,7 @@ PairArgs common_args(S32& order, S32& items, S32& num_items, int64_t h_stride) {
   args.row_order = order.typed_data();
   args.num_modules = 1, args.num_rows = static_cast<int>(order.element_count());
   args.h_stride = args.max_rank = static_cast<int>(h_stride), args.zeros_if_idle = true;
+  args.small_items = args.num_rows <= kFewRowsOfMany;
   return args;
 }
 cudaError_t shrink_args(PairArgs* args, BF16& x, BF16& a_pool) {
@@ -79,15 +80,15 @@ cudaError_t launch_all(PairArgs args, S32& tiles, S32& cut, const BF16* a_pool, 
 }
 
 // `modules` holds entries and scaling of each one, which is one of their `sites`, behind its y where that
-// is added to; `work` is for h of the items, and of the tiles if there are any. `segments`: see launch_segments;
-// `tiles_last`: see launch_with_tiles.
+// is added to; `work` is for h of the items, and of the tiles if there are any. `small_items`: an item has at most
+// kFewItemRows rows; `segments`: see launch_segments; `tiles_last`: see launch_with_tiles.
 ffi::Error LoraGemm(cudaStream_t stream, CallStateOwner* owner, BF16 x, BF16 a_pool, BF16 b_pool, S32 order,
                     S32 items, S32 num_items, S32 tiles, S32 cut, ffi::RemainingArgs modules, ffi::Result<BF16> work,
                     ffi::RemainingRets outs, ffi::Span<const int64_t> sites, int64_t max_rank, bool accumulate,
-                    bool segments, bool tiles_last, bool zeros_if_idle) {
+                    bool small_items, bool segments, bool tiles_last, bool zeros_if_idle) {
   PairArgs args = common_args(order, items, num_items, (max_rank + 7) / 8 * 8);
   args.num_modules = static_cast<int>(outs.size());
-  args.h = data(work), args.zeros_if_idle = zeros_if_idle;
+  args.h = data(work), args.zeros_if_idle = zeros_if_idle, args.small_items = small_items;
   if (args.num_modules > kMaxModules || sites.size() != outs.size())
     return ffi::Error::InvalidArgument("too many modules for one launch");
   cudaError_t e = owner->find(&args.state);
@@ -160,6 +161,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(lora_jax_cuda_lora_gemm, lora_jax::LoraGemm,
                                   .Attr<ffi::Span<const int64_t>>("sites")
                                   .Attr<int64_t>("max_rank")
                                   .Attr<bool>("accumulate")
+                                  .Attr<bool>("small_items")
                                   .Attr<bool>("segments")
                                   .Attr<bool>("tiles_last")
                                   .Attr<bool>("zeros_if_idle"),

@@ -73,18 +73,28 @@ template <int NS, int STAGE, int RANKS>
 cudaError_t launch_few_shrink(const PairArgs& args, cudaStream_t stream) {
   return launch_clusters<FewShrinkShared<NS, STAGE, RANKS>>(few_shrink_kernel<NS, STAGE, RANKS>, args, stream);
 }
+// Whether adapters are so few that the rows of any batch may be shrunk at once and expanded by groups.
+inline bool are_few_slots(const PairArgs& args) {
+  int sms = 0;
+  if (count_sms(&sms) != cudaSuccess) return false;
+  const int items = min(args.num_rows, args.num_rows / kFewItemRows + args.num_slots);
+  const int blocks = args.d_out / kGroupColumns * args.num_modules;
+  return args.shrink && items * args.num_modules * ((args.max_rank + kAtOnceRanks - 1) / kAtOnceRanks) <= kMostAtOnce * kAtOnceRounds &&
+         args.num_slots * blocks <= kMostRounds * sms * 2;
+}
 // Whether few_kernel is the faster one, by what was timed on an H200: not of a shrink alone, and of both
 // phases not where CTAs would have so much to do that drawing it pays.
 inline bool are_few(const PairArgs& args) {
-  if (args.num_rows > kFewRows || args.live || !args.expand) return false;
+  if (!args.small_items || args.num_rows > kFewRows || args.live || !args.expand) return false;
+  if (are_few_slots(args)) return true;
   const int64_t most = int64_t{1} * args.num_rows * args.num_modules * args.max_rank * (args.d_in + args.d_out);
-  return !args.shrink || most <= int64_t{1} << 25 || (args.num_modules == 1 && args.num_rows <= 64);
+  return args.num_rows <= kFewRowsOfMany && (!args.shrink || most <= int64_t{1} << 25 || (args.num_modules == 1 && args.num_rows <= 64));
 }
 
 // Stages are as large as two CTAs on an SM leave room for.
 inline cudaError_t launch_pair(const PairArgs& args, cudaStream_t stream) {
   if (args.max_rank > 64) return launch_many<2, 56320, 128>(args, stream);
-  if (args.num_rows <= kFewRows && !args.live && !args.expand) return launch_few_shrink<3, 35840, 64>(args, stream);
+  if (args.num_rows <= kFewRowsOfMany && !args.live && !args.expand) return launch_few_shrink<3, 35840, 64>(args, stream);
   if (are_few(args)) return launch_few<3, 34816, 64>(args, stream);
   // All of a unit is on its way at once: 11.0 us for 11.9 (1024 rows of 194 adapters, Zipf, on an H200).
   if (args.max_rank <= 8 && !args.expand) return launch_many<5, 21504, 32>(args, stream);

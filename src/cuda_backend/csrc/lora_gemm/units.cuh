@@ -43,6 +43,7 @@ struct PairArgs {
   int num_modules, num_rows, num_slots;
   int d_in, d_out, h_stride, max_rank;
   bool shrink, expand;
+  bool small_items;           // of at most kFewItemRows rows each
   bool accumulate;            // the expand adds to y; else y holds nothing before
   bool zeros_if_idle;         // without accumulate: whether y becomes zeros where no row has an adapter, or stays
   const int* live;            // null, or how many rows have an adapter: then some are in tiles, not in items

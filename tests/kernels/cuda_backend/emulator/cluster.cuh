@@ -13,11 +13,13 @@ inline int cluster_threads() { return emu::machine.current->block->threads * emu
 inline void cluster_sync() { emu::meet(this_cluster(), cluster_threads()); }
 inline void cluster_begun() {
   emu::Rendezvous& r = this_cluster();
+  emu::machine.current->cluster_turn = r.generation;
   if (++r.arrived == cluster_threads()) r.arrived = 0, ++r.generation, ++emu::machine.progress;
 }
 inline void cluster_all_begun() {
   const emu::Rendezvous& r = this_cluster();
-  emu::wait_until([&] { return r.generation > 0; });
+  const uint64_t turn = emu::machine.current->cluster_turn;
+  emu::wait_until([&, turn] { return r.generation > turn; });
 }
 inline int lds32_of(int cta, uint32_t address) {
   if (cta_of_cluster(cta).ended) emu::fail("a CTA of the cluster has ended and is read");

@@ -26,6 +26,7 @@ int lora(Bf16* y, const Bf16* x, const Bf16* a_pool, const Bf16* b_pool, const i
   p.items = items.data(), p.num_items = &num_items, p.row_order = order.data(), p.x = x, p.h = work.data();
   p.state = &state, p.num_modules = modules, p.num_rows = rows, p.num_slots = slots;
   p.d_in = d_in, p.d_out = d_out, p.h_stride = p.max_rank = h_stride, p.shrink = p.expand = true, p.accumulate = accumulate;
+  p.small_items = item_rows <= kFewItemRows;
   cudaError_t e = pool_maps(&p, 0, a_pool, a_rows, d_in, kWideA);
   if (e == cudaSuccess) e = pool_maps(&p, 1, b_pool, b_rows, d_out, kWideB);
   // The call's launches before, of other rows, leave it a state and their h.

@@ -139,6 +139,7 @@ struct Fiber {
   Block* block;
   Dim thread;
   bool done = false;
+  uint64_t cluster_turn = 0;  // of its last arrival at the cluster's barrier
   const void* condition = nullptr;  // what it waits for, on its own stack
   bool (*holds)(const void*) = nullptr;
   using Groups = std::vector<std::vector<std::function<void()>>>;
