@@ -1,8 +1,9 @@
-// Expand of so few segments that each CTA has one or two blocks of the expand's columns, after the shrink of
+// Expand of so few segments that a CTA has few blocks of the expand's columns, after the shrink of
 // lora_gemm/decode_shrink.cuh if the call has one. lora_gemm/decode.cuh has the overview.
 //
 // Items of one segment are served together, one by each warp of a CTA, since they multiply the same weights:
-// 64 rows of one adapter would read them eight times from L2, which takes longer than from memory once.
+// 64 rows of one adapter would read them eight times from L2, which takes longer than from memory once. Where a
+// segment has few items, a CTA's warps have several blocks of columns at a time.
 #pragma once
 #include "lora_gemm/decode_shrink.cuh"
 
@@ -10,7 +11,7 @@ namespace lora_jax {
 
 constexpr int kHWarp = kRowWarp + 1;  // instead of a second row warp: items have few rows
 constexpr int kGroupItems = kThreads / 32;    // of a segment, at most
-constexpr int kMostRounds = 4;                // blocks of columns that a CTA has, at most
+constexpr int kMostOfCta = 28;                // blocks of columns that a CTA has, at most
 constexpr int kGroupColumns = 64;             // of a block
 
 struct FewGroups {
@@ -18,7 +19,7 @@ struct FewGroups {
   uint16_t starts[kFewRows + 1];  // first items, and the number of items
 };
 struct GroupUnit {
-  int module, col, rank;
+  int module, col, blocks, rank;
   int item, items;  // the first one, how many
   const __nv_bfloat16* weights;
 };
@@ -28,7 +29,7 @@ __device__ __forceinline__ bool is_missing(const uint4& v) {
 }
 __device__ __forceinline__ int group_blocks(const PairArgs& p) { return p.d_out / kGroupColumns; }
 __device__ __forceinline__ int most_groups(const PairArgs& p) {
-  return quotient(kMostRounds * gridDim.x, reciprocal(group_blocks(p) * p.num_modules));
+  return quotient(kMostOfCta * gridDim.x, reciprocal(group_blocks(p) * p.num_modules));
 }
 // Whether so few segments may have so many items: all items of a segment but one are full.
 __device__ __forceinline__ bool may_be_groups(const PairArgs& p, int num_items) {
@@ -69,24 +70,45 @@ __device__ __forceinline__ bool have_groups(const PairArgs& p, S& sm, const Aske
   return sm.groups.count > 0;
 }
 
+// How the blocks of a launch's groups are shared out.
+struct GroupPlan {
+  int block_bytes;         // of weights
+  int width;               // blocks of a unit, but for the last one of a group
+  int of_group, total;     // units
+  float by_units;
+  // `room`: bytes for the weights of a unit.
+  __device__ __forceinline__ GroupPlan(const PairArgs& p, int groups, int num_items, int room)
+      : block_bytes((p.max_rank + 15) / 16 * 2048) {
+    const int blocks = group_blocks(p), all = groups * p.num_modules * blocks;
+    const int of_cta = quotient(all + gridDim.x - 1, reciprocal(gridDim.x)), by_warps = quotient(kGroupItems * groups, reciprocal(num_items));
+    width = max(1, min(min(of_cta, by_warps), quotient(room, reciprocal(block_bytes))));
+    of_group = quotient(blocks + width - 1, reciprocal(width));
+    total = groups * p.num_modules * of_group, by_units = reciprocal(of_group);
+  }
+};
+
 template <class S>
-__device__ __forceinline__ GroupUnit group_unit(const PairArgs& p, const S& sm, int unit) {
-  const int blocks = group_blocks(p), group = unit / blocks, module = group / sm.groups.count;
+__device__ __forceinline__ GroupUnit group_unit(const PairArgs& p, const S& sm, const GroupPlan& plan, int unit) {
+  const int group = quotient(unit, plan.by_units), module = quotient(group, reciprocal(sm.groups.count));
   const uint16_t* starts = sm.groups.starts + group - module * sm.groups.count;
   const int4 item = sm.tables.items[starts[0]];
   const int* e = p.modules[module].entries + min(static_cast<unsigned>(item.x), p.num_slots - 1u) * 5;
-  const int col = (unit - group * blocks) * kGroupColumns, rank = min(__ldg(e + 2), p.max_rank);
+  const int first = (unit - group * plan.of_group) * plan.width, rank = min(__ldg(e + 2), p.max_rank);
   const int64_t row = __ldg(e + 1) + static_cast<int64_t>(item.y) * __ldg(e + 4);
-  return GroupUnit{module, col, rank, starts[0], starts[1] - starts[0], p.pools[1] + row * p.d_out + col};
+  const int col = first * kGroupColumns, blocks = min(plan.width, group_blocks(p) - first);
+  return GroupUnit{module, col, blocks, rank, starts[0], starts[1] - starts[0], p.pools[1] + row * p.d_out + col};
 }
 
-// Asks for the block's weights, by all threads: [rank row][64 columns], zeros up to a step of 16 rows, 16
+// Asks for the blocks' weights, by all threads: each [rank row][64 columns], zeros up to a step of 16 rows, 16
 // bytes of a row in the order of the copy engine's swizzle.
-__device__ __forceinline__ void fetch_block(const PairArgs& p, const GroupUnit& u, uint32_t to) {
-  const int c = threadIdx.x % 8;
-  for (int r = threadIdx.x / 8; r < (u.rank + 15) / 16 * 16; r += kThreads / 8) {
+__device__ __forceinline__ void fetch_blocks(const PairArgs& p, const GroupUnit& u, const GroupPlan& plan, uint32_t to) {
+  const int c = threadIdx.x % 8, rows = (u.rank + 15) / 16 * 16;
+  const float by_rows = reciprocal(max(rows, 1));
+  for (int n = threadIdx.x / 8; n < u.blocks * rows; n += kThreads / 8) {
+    const int block = quotient(n, by_rows), r = n - block * rows;
     const bool there = r < u.rank;
-    copy_16(to + r * 128 + ((c ^ (r & 7)) << 4), u.weights + static_cast<int64_t>(there ? r : 0) * p.d_out + c * 8, there ? 16 : 0);
+    const auto* from = u.weights + static_cast<int64_t>(there ? r : 0) * p.d_out + block * kGroupColumns + c * 8;
+    copy_16(to + block * plan.block_bytes + r * 128 + ((c ^ (r & 7)) << 4), from, there ? 16 : 0);
   }
   copies_commit();
 }
@@ -146,50 +168,75 @@ __device__ __forceinline__ void group_block(uint32_t weights, const uint32_t* h,
   }
 }
 
+// One item and block of columns, by a warp: its rows of y, and where they are.
+struct GroupTask {
+  int4 item;
+  int block;
+  __nv_bfloat16* out[2];
+  uint4 y[2];
+};
+// Returns a unit's `task`-th: items of a block follow each other. Asks for y.
 template <class S>
-__device__ void expand_groups(const PairArgs& p, S& sm) {
-  constexpr int kBlockBytes = S::kSteps * 2048, kHWords = kFewItemRows * S::kHStride;
-  static_assert(2 * kBlockBytes + kGroupItems * kHWords * 4 <= S::kStages * S::kStage, "two blocks and h must fit");
-  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, q = lane & 3;
-  const int total = sm.groups.count * p.num_modules * group_blocks(p);
-  const uint32_t blocks = smem_u32(sm.stages);
-  uint32_t* h = reinterpret_cast<uint32_t*>(&sm.stages[0][0] + 2 * kBlockBytes) + warp * kHWords;
-  int unit = gridDim.x - 1 - blockIdx.x, at = 0;  // the first CTAs have a shrink behind them
-  if (unit >= total) return;
-  GroupUnit next = group_unit(p, sm, unit);
-  fetch_block(p, next, blocks);
-  for (; unit < total; unit += gridDim.x, at ^= 1) {
-    const GroupUnit u = next;
-    const bool mine = warp < u.items && (u.rank > 0 || !p.accumulate);
-    const int4 item = sm.tables.items[mine ? u.item + warp : u.item];
-    __nv_bfloat16* out[2];
-    uint4 y[2];
+__device__ __forceinline__ GroupTask group_task(const PairArgs& p, const S& sm, const GroupUnit& u, int task) {
+  const int lane = threadIdx.x & 31, g = lane >> 2, q = lane & 3;
+  GroupTask t;
+  t.block = quotient(task, reciprocal(u.items));
+  t.item = sm.tables.items[u.item + task - t.block * u.items];
 #pragma unroll
-    for (int e = 0; e < 2; ++e) {
-      const int row = sm.tables.order[item.z + min(q * 2 + e, item.w - 1)];
-      out[e] = p.modules[u.module].y + static_cast<int64_t>(row) * p.d_out + u.col + g * 8;
-      y[e] = make_uint4(0, 0, 0, 0);
-      load_last(y[e], out[e], mine && p.accumulate && q * 2 + e < item.w);
-    }
-    const bool more = unit + static_cast<int>(gridDim.x) < total;
-    if (more) next = group_unit(p, sm, unit + gridDim.x), fetch_block(p, next, blocks + (at ^ 1) * kBlockBytes);
-    if (mine) bring_h<S>(p, u.module, item, u.rank, h);
+  for (int e = 0; e < 2; ++e) {
+    const int row = sm.tables.order[t.item.z + min(q * 2 + e, t.item.w - 1)];
+    t.out[e] = p.modules[u.module].y + static_cast<int64_t>(row) * p.d_out + u.col + t.block * kGroupColumns + g * 8;
+    t.y[e] = make_uint4(0, 0, 0, 0);
+    load_last(t.y[e], t.out[e], p.accumulate && q * 2 + e < t.item.w);
+  }
+  return t;
+}
+template <class S>
+__device__ __forceinline__ void finish_task(GroupTask& t, uint32_t weights, const uint32_t* h, int rank) {
+  const int lane = threadIdx.x & 31, g = lane >> 2, q = lane & 3;
+  float acc[4][4] = {};
+  group_block<S::kSteps>(weights, h + min(g, t.item.w - 1) * S::kHStride + q, rank, acc);
+#pragma unroll
+  for (int e = 0; e < 2; ++e) {
+    t.y[e].x = add_bf16x2(t.y[e].x, acc[0][e], acc[0][e + 2]);
+    t.y[e].y = add_bf16x2(t.y[e].y, acc[1][e], acc[1][e + 2]);
+    t.y[e].z = add_bf16x2(t.y[e].z, acc[2][e], acc[2][e + 2]);
+    t.y[e].w = add_bf16x2(t.y[e].w, acc[3][e], acc[3][e + 2]);
+    store_last(t.out[e], t.y[e], q * 2 + e < t.item.w);
+  }
+}
+
+template <class S>
+__device__ void expand_groups(const PairArgs& p, S& sm, int num_items) {
+  constexpr int kHWords = kFewItemRows * S::kHStride, kRoom = (S::kStages * S::kStage - kGroupItems * kHWords * 4) / 2;
+  static_assert(S::kSteps * 2048 <= kRoom, "two blocks and h must fit");
+  const GroupPlan plan(p, sm.groups.count, num_items, kRoom);
+  const int warp = threadIdx.x >> 5, buffer = plan.width * plan.block_bytes;
+  const uint32_t weights = smem_u32(sm.stages);
+  uint32_t* h = reinterpret_cast<uint32_t*>(&sm.stages[0][0] + 2 * kRoom / 16 * 16) + warp * kHWords;
+  int unit = gridDim.x - 1 - blockIdx.x, at = 0;  // the first CTAs have a shrink behind them
+  if (unit >= plan.total) return;
+  GroupUnit next = group_unit(p, sm, plan, unit);
+  fetch_blocks(p, next, plan, weights);
+  for (; unit < plan.total; unit += gridDim.x, at ^= 1) {
+    const GroupUnit u = next;
+    const int tasks = u.rank > 0 || !p.accumulate ? u.items * u.blocks : 0;
+    const bool more = unit + static_cast<int>(gridDim.x) < plan.total;
+    GroupTask task;
+    if (warp < tasks) task = group_task(p, sm, u, warp);
+    if (more) next = group_unit(p, sm, plan, unit + gridDim.x), fetch_blocks(p, next, plan, weights + (at ^ 1) * buffer);
+    if (warp < tasks) bring_h<S>(p, u.module, task.item, u.rank, h);
     if (more) copies_wait<1>();
     else copies_wait<0>();
     __syncthreads();
-    if (mine) {
-      float acc[4][4] = {};
-      group_block<S::kSteps>(blocks + at * kBlockBytes, h + min(g, item.w - 1) * S::kHStride + q, u.rank, acc);
-#pragma unroll
-      for (int e = 0; e < 2; ++e) {
-        y[e].x = add_bf16x2(y[e].x, acc[0][e], acc[0][e + 2]);
-        y[e].y = add_bf16x2(y[e].y, acc[1][e], acc[1][e + 2]);
-        y[e].z = add_bf16x2(y[e].z, acc[2][e], acc[2][e + 2]);
-        y[e].w = add_bf16x2(y[e].w, acc[3][e], acc[3][e + 2]);
-        store_last(out[e], y[e], q * 2 + e < item.w);
-      }
+    for (int n = warp; n < tasks;) {
+      finish_task<S>(task, weights + at * buffer + task.block * plan.block_bytes, h, u.rank);
+      if ((n += kGroupItems) >= tasks) break;
+      __syncwarp();
+      task = group_task(p, sm, u, n);
+      bring_h<S>(p, u.module, task.item, u.rank, h);
     }
-    __syncthreads();  // the block that comes next but one may overwrite this one
+    __syncthreads();  // the blocks that come next but one may overwrite these
   }
 }
 
@@ -209,7 +256,7 @@ __device__ void serve_groups(const PairArgs& p, S& sm, int num_items, const AtOn
     });
     __syncthreads();  // all of h is cleared, and what the shrink used is free
   }
-  expand_groups(p, sm);
+  expand_groups(p, sm, num_items);
 }
 
 }  // namespace lora_jax

@@ -2,8 +2,7 @@
 // item, or of one item after the other. lora_gemm/decode.cuh has the overview.
 //
 // The sums have pair_kernel's order: each CTA has the k of one of its warps (k mod 128). All its warps ask for
-// a share of those and put what comes into shared memory as the tensor cores take it; one warp adds it up in
-// order. Then the first CTA adds the four parts. A launch takes little but latencies, and a warp alone has
+// a share of those, as much at a time as shared memory holds; one warp adds up in order what comes. Then the first CTA adds the four parts. A launch takes little but latencies, and a warp alone has
 // 4 or more cycles an instruction: so there are as few as may be before the loads and in the sum.
 #pragma once
 #include "device/cluster.cuh"
@@ -13,12 +12,12 @@
 namespace lora_jax {
 
 constexpr int kShrinkParts = kConsumers;  // CTAs of a cluster
-constexpr int kLoaders = kThreads / 32, kChunkSteps = 4;  // steps of 128 columns that a warp asks for at once
-constexpr int kHeldChunks = 2 * kLoaders;  // which shared memory has room for: all of d_in up to 8192
+constexpr int kLoaders = kThreads / 32, kChunkSteps = 4;  // steps of 128 columns of a chunk, which one warp brings
+constexpr int kHeldChunks = 2 * kLoaders;  // on their way at a time: all of d_in up to 8192
 constexpr int kAtOnceRanks = 16, kMostAtOnce = 64;  // rank rows of a unit; units that all run at a time
-constexpr int kAtOnceRounds = 2;                    // units of a cluster, at most, where the expand follows
+constexpr int kAtOnceRounds = 2;  // units of a cluster, at most, where the expand follows and chunks need no turns
 
-// What the lanes of a warp multiply in a step: rank rows g and g + 8 by either half of a lane's 8 k, batch row g.
+// What the lanes of a warp multiply in a step, 8 k each: rank rows g and g + 8, batch row g.
 struct Step {
   uint4 low[32], high[32], x[32];
 };
@@ -50,7 +49,8 @@ __device__ __forceinline__ int rank_units(const PairArgs& p) { return (p.max_ran
 __device__ __forceinline__ int at_once_units(const PairArgs& p, int items) { return items * p.num_modules * rank_units(p); }
 __device__ __forceinline__ int num_clusters() { return static_cast<int>(gridDim.x) / kShrinkParts; }
 __device__ __forceinline__ bool at_once(const PairArgs& p, int num_items) {
-  return at_once_units(p, num_items) <= min(kMostAtOnce, num_clusters()) * (p.expand ? kAtOnceRounds : 1);
+  const bool again = p.expand && p.d_in <= kHeldChunks * kChunkSteps * 128;
+  return at_once_units(p, num_items) <= min(kMostAtOnce, num_clusters()) * (again ? kAtOnceRounds : 1);
 }
 __device__ __forceinline__ bool in_unit(const PairArgs& p, int num_items, int round = 0) {
   return round * num_clusters() + static_cast<int>(blockIdx.x) / kShrinkParts < at_once_units(p, num_items);
@@ -76,22 +76,25 @@ struct Operands {
 };
 __device__ __forceinline__ Operands read_step(uint32_t at) { return Operands{lds128(at), lds128(at + 512), lds128(at + 1024)}; }
 __device__ __forceinline__ void add_step(const Operands& o, AtOnceSums& acc) {
-  mma_bf16(acc[0], o.low.x, o.low.y, o.low.z, o.low.w, o.x.x, o.x.y);
-  mma_bf16(acc[1], o.high.x, o.high.y, o.high.z, o.high.w, o.x.z, o.x.w);
+  mma_bf16(acc[0], o.low.x, o.high.x, o.low.y, o.high.y, o.x.x, o.x.y);
+  mma_bf16(acc[1], o.low.z, o.high.z, o.low.w, o.high.w, o.x.z, o.x.w);
 }
-// A CTA's chunks of one unit after the other have places in turn. `done`: units before.
+// Chunks of a unit have places in turn. `done`: units before, whose chunks needed no turns if there were any.
 struct ChunkTurns {
-  int chunks, done;  // of a unit
-  __device__ __forceinline__ int place(int chunk) const { return chunk % kHeldChunks; }
-  // How many chunks have had a chunk's place before.
-  __device__ __forceinline__ int before(int chunk) const {
-    return done * ((chunks - place(chunk) + kHeldChunks - 1) / kHeldChunks) + chunk / kHeldChunks;
-  }
+  int chunks, done;
+  static __device__ __forceinline__ int place(int chunk) { return chunk % kHeldChunks; }
   __device__ __forceinline__ void await_full(AtOnceBarriers& bars, int chunk) const {
-    mbar_wait(&bars.full[place(chunk)], before(chunk) & 1);
+    mbar_wait(&bars.full[place(chunk)], (chunk / kHeldChunks + done) & 1);
   }
+  // For a chunk that is not the first in its place.
   __device__ __forceinline__ void await_empty(AtOnceBarriers& bars, int chunk) const {
-    if (const int last = before(chunk); last > 0) mbar_wait(&bars.empty[place(chunk)], (last - 1) & 1);
+    mbar_wait(&bars.empty[place(chunk)], chunk / kHeldChunks - 1 & 1);
+  }
+  // By the warp that has read a chunk.
+  __device__ __forceinline__ void leave(AtOnceBarriers& bars, int chunk) const {
+    if (chunk + kHeldChunks >= chunks) return;
+    __syncwarp();
+    if ((threadIdx.x & 31) == 0) mbar_arrive(&bars.empty[place(chunk)]);
   }
 };
 
@@ -106,16 +109,12 @@ __device__ __forceinline__ void add_chunks(const AtOnceShared& sm, AtOnceBarrier
     turns.await_full(bars, i);
     at = smem_u32(&sm.chunks[turns.place(i)][0].low[threadIdx.x & 31]);
   };
-  auto leave = [&](int i) {
-    __syncwarp();
-    if ((threadIdx.x & 31) == 0) mbar_arrive(&bars.empty[turns.place(i)]);
-  };
   begin(0);
   read(0), read(1), read(2);
 #pragma unroll 1
   for (int i = 1;; ++i) {
     read(3), add_step(o[0], acc);
-    leave(i - 1);
+    turns.leave(bars, i - 1);
     if (i == turns.chunks) break;
     begin(i);
     read(0), add_step(o[1], acc);
@@ -148,43 +147,54 @@ __device__ __forceinline__ void finish_at_once(const PairArgs& p, AtOnceShared& 
   }
 }
 
-// This lane's part of x and of rank rows g and g + 8, of the CTA's first chunk.
+// This lane's part of x and of rank rows g and g + 8, of the CTA's first chunk; null where there is no such row.
 struct AtOnceSource {
-  const __nv_bfloat16 *x, *lo, *hi;
+  const __nv_bfloat16 *x, *low, *high;
 };
-// Brings a chunk of the CTA's k. Of steps that are not there come zeros: sums stay as they are.
-__device__ __forceinline__ void bring_chunk(AtOnceShared& sm, AtOnceBarriers& bars, const AtOnceSource& from, int steps,
-                                            const ChunkTurns& turns, int i) {
-  const int lane = threadIdx.x & 31, first = i * kChunkSteps;
-  const uint32_t to = smem_u32(&sm.chunks[turns.place(i)][0].low[lane]);
-  uint4 x[kChunkSteps], lo[kChunkSteps], hi[kChunkSteps];
+// Asks for a chunk of the CTA's k. Of what is not there come zeros: sums stay as they are.
+__device__ __forceinline__ void ask_chunk(AtOnceShared& sm, const AtOnceSource& from, const __nv_bfloat16* any, int steps, int chunk) {
+  const uint32_t to = smem_u32(&sm.chunks[ChunkTurns::place(chunk)][0].low[threadIdx.x & 31]);
 #pragma unroll
   for (int d = 0; d < kChunkSteps; ++d) {
-    const bool there = first + d < steps;
-    lo[d] = hi[d] = x[d] = make_uint4(0, 0, 0, 0);
-    load_once(lo[d], from.lo + (first + d) * 128, there), load_once(hi[d], from.hi + (first + d) * 128, there);
-    load_once(x[d], from.x + (first + d) * 128, there);
+    const int step = chunk * kChunkSteps + d;
+    auto copy = [&](uint32_t place, const __nv_bfloat16* row) {
+      const bool there = row && step < steps;
+      copy_16(place, there ? row + step * 128 : any, there ? 16 : 0);
+    };
+    copy(to + d * sizeof(Step), from.low);
+    copy(to + d * sizeof(Step) + 512, from.high);
+    copy(to + d * sizeof(Step) + 1024, from.x);
   }
-  turns.await_empty(bars, i);
-#pragma unroll
-  for (int d = 0; d < kChunkSteps; ++d) {
-    const uint32_t step = to + d * sizeof(Step);
-    sts128(step, make_uint4(lo[d].x, hi[d].x, lo[d].y, hi[d].y));
-    sts128(step + 512, make_uint4(lo[d].z, hi[d].z, lo[d].w, hi[d].w));
-    sts128(step + 1024, x[d]);
-  }
-  __syncwarp();
-  if (lane == 0) mbar_arrive(&bars.full[turns.place(i)]);
+  copies_commit();
 }
-// Brings this warp's chunks. Those that wait for a place come by all warps but the first, which adds them up.
-__device__ __forceinline__ void bring_chunks(AtOnceShared& sm, AtOnceBarriers& bars, const AtOnceSource& from, int steps,
-                                             const ChunkTurns& turns) {
+// Brings this warp's chunks, two at a time. Those that wait for a place are for all warps but the first, which adds
+// chunks up: it would wait for itself. A warp tells of its chunks in order, and of all but one before it waits.
+__device__ __forceinline__ void bring_chunks(AtOnceShared& sm, AtOnceBarriers& bars, const AtOnceSource& from,
+                                             const __nv_bfloat16* any, int steps, const ChunkTurns& turns) {
   const int warp = threadIdx.x >> 5, held = min(turns.chunks, kHeldChunks);
-#pragma unroll 1
-  for (int i = warp; i < held; i += kLoaders) bring_chunk(sm, bars, from, steps, turns, i);
-  if (warp == 0) return;
-#pragma unroll 1
-  for (int i = kHeldChunks + warp - 1; i < turns.chunks; i += kLoaders - 1) bring_chunk(sm, bars, from, steps, turns, i);
+  auto tell = [&](int chunk) {
+    __syncwarp();
+    if ((threadIdx.x & 31) == 0) mbar_arrive(&bars.full[turns.place(chunk)]);
+  };
+  int before = warp, last = warp + kLoaders;
+  if (before >= held) return;
+  ask_chunk(sm, from, any, steps, before);
+  if (last >= held) {
+    copies_wait<0>();
+    return tell(before);
+  }
+  ask_chunk(sm, from, any, steps, last);
+  for (int i = kHeldChunks + warp - 1; warp > 0 && i < turns.chunks; i += kLoaders - 1) {
+    copies_wait<1>();
+    tell(before);
+    before = last, last = i;
+    turns.await_empty(bars, i);
+    ask_chunk(sm, from, any, steps, i);
+  }
+  copies_wait<1>();
+  tell(before);
+  copies_wait<0>();
+  tell(last);
 }
 
 // What a unit waits for before it can ask for weights, by one load of each lane: of two, one behind a branch that
@@ -214,12 +224,12 @@ __device__ __forceinline__ bool shrink_at_once(const PairArgs& p, AtOnceShared& 
   cluster_begun();
   const int steps = (p.d_in - part * 32 + 127) >> 7;
   const ChunkTurns turns{(steps + kChunkSteps - 1) / kChunkSteps, done};
+  const int a_row = site.shown(0) + site.item.y * site.shown(3) + u.first_rank, row = site.shown(8 + g), left = rank - u.first_rank;
   const int column = part * 32 + q * 8;
-  const int a_row = site.shown(0) + site.item.y * site.shown(3) + u.first_rank, row = site.shown(8 + g), last = rank - 1 - u.first_rank;
-  auto weights = [&](int r) { return p.pools[0] + static_cast<int64_t>(a_row + min(r, last)) * p.d_in + column; };
-  const AtOnceSource from{p.x + static_cast<int64_t>(row) * p.d_in + column, weights(g), weights(g + 8)};
+  auto weights = [&](int r) { return r < left ? p.pools[0] + static_cast<int64_t>(a_row + r) * p.d_in + column : nullptr; };
+  const AtOnceSource from{g < site.item.w ? p.x + static_cast<int64_t>(row) * p.d_in + column : nullptr, weights(g), weights(g + 8)};
   const float scaling = __int_as_float(site.shown(5));
-  bring_chunks(sm, bars, from, steps, turns);
+  bring_chunks(sm, bars, from, p.x, steps, turns);
   AtOnceSums acc = {};
   if (warp == 0) {
     if (part == 0 && lane == 0) mbar_expect(&bars.summed, sizeof(sm.parts));
@@ -243,6 +253,7 @@ __device__ __forceinline__ void shrink_all_at_once(const PairArgs& p, AtOnceShar
   between();
 #pragma unroll 1
   for (int round = 1; in_unit(p, num_items, round); ++round) {
+    __syncthreads();  // all chunks have been read
     unit = at_once_unit(p, round);
     site = ask_at_once(p, unit, __ldg(reinterpret_cast<const int4*>(p.items) + unit.index));
     done += shrink_at_once(p, sm, bars, unit, site, done, cleared) ? 1 : 0;
