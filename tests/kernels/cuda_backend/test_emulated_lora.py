@@ -136,6 +136,7 @@ def test_few_rows_have_the_bits_that_they_have_among_many(library, rows, d_out, 
         (77, 64, 12288, (24, 0, 16), 0),  # both, and some units have no rank rows
         (220, 64, 320, (16,), 2),  # more rows than where adapters are many, every second idle
         (250, 192, 320, (16, 8, 40), 0),  # the same, too many of them to be shrunk at once
+        (100, 6080, 64, (9, 16), 0),  # a warp has several blocks of columns
     ],
 )
 @pytest.mark.parametrize("accumulate", [True, False])

@@ -13,6 +13,7 @@ constexpr int kHWarp = kRowWarp + 1;  // instead of a second row warp: items hav
 constexpr int kGroupItems = kThreads / 32;    // of a segment, at most
 constexpr int kMostOfCta = 28;                // blocks of columns that a CTA has, at most
 constexpr int kGroupColumns = 64;             // of a block
+constexpr int kWarpTasks = 2;                 // whose rows of y are on their way to a warp at a time
 
 struct FewGroups {
   int count;  // of one module; 0 where they are not what serves the launch
@@ -81,7 +82,7 @@ struct GroupPlan {
       : block_bytes((p.max_rank + 15) / 16 * 2048) {
     const int blocks = group_blocks(p), all = groups * p.num_modules * blocks;
     const int of_cta = quotient(all + gridDim.x - 1, reciprocal(gridDim.x)), by_warps = quotient(kGroupItems * groups, reciprocal(num_items));
-    width = max(1, min(min(of_cta, by_warps), quotient(room, reciprocal(block_bytes))));
+    width = max(1, min(min(of_cta, kWarpTasks * by_warps), quotient(room, reciprocal(block_bytes))));
     of_group = quotient(blocks + width - 1, reciprocal(width));
     total = groups * p.num_modules * of_group, by_units = reciprocal(of_group);
   }
@@ -222,19 +223,30 @@ __device__ void expand_groups(const PairArgs& p, S& sm, int num_items) {
     const GroupUnit u = next;
     const int tasks = u.rank > 0 || !p.accumulate ? u.items * u.blocks : 0;
     const bool more = unit + static_cast<int>(gridDim.x) < plan.total;
-    GroupTask task;
-    if (warp < tasks) task = group_task(p, sm, u, warp);
+    GroupTask some[kWarpTasks];
+    auto ask = [&](int first) {
+#pragma unroll
+      for (int i = 0; i < kWarpTasks; ++i)
+        if (first + i * kGroupItems < tasks) some[i] = group_task(p, sm, u, first + i * kGroupItems);
+    };
+    ask(warp);
     if (more) next = group_unit(p, sm, plan, unit + gridDim.x), fetch_blocks(p, next, plan, weights + (at ^ 1) * buffer);
-    if (warp < tasks) bring_h<S>(p, u.module, task.item, u.rank, h);
+    if (warp < tasks) bring_h<S>(p, u.module, some[0].item, u.rank, h);
     if (more) copies_wait<1>();
     else copies_wait<0>();
     __syncthreads();
-    for (int n = warp; n < tasks;) {
-      finish_task<S>(task, weights + at * buffer + task.block * plan.block_bytes, h, u.rank);
-      if ((n += kGroupItems) >= tasks) break;
-      __syncwarp();
-      task = group_task(p, sm, u, n);
-      bring_h<S>(p, u.module, task.item, u.rank, h);
+    for (int first = warp; first < tasks; first += kWarpTasks * kGroupItems) {
+      if (first > warp) ask(first);
+#pragma unroll
+      for (int i = 0; i < kWarpTasks; ++i) {
+        if (first + i * kGroupItems >= tasks) break;
+        GroupTask& task = some[i];
+        if ((i > 0 || first > warp) && u.items > 1) {
+          __syncwarp();
+          bring_h<S>(p, u.module, task.item, u.rank, h);
+        }
+        finish_task<S>(task, weights + at * buffer + task.block * plan.block_bytes, h, u.rank);
+      }
     }
     __syncthreads();  // the blocks that come next but one may overwrite these
   }
