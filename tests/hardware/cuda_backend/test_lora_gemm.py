@@ -128,6 +128,19 @@ def test_a_row_has_the_same_bits_whatever_its_neighbours(d_out, d_in):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize(("d_out", "d_in"), [(4096, 14336), (14336, 512), (1024, 4096)])
+@pytest.mark.parametrize("ranks", [(16, 8, 0, 13), (64, 24)])
+def test_few_rows_of_few_adapters_have_the_bits_of_many(d_out, d_in, ranks):
+    """Long inputs, wide outputs, and more items than clusters: see decode_shrink.cuh."""
+    rng = np.random.default_rng(3)
+    case = some_case(600, d_out, d_in, ranks=ranks, popularity="skewed")
+    want = run(case)
+    for rows in (1, 9, 64, 128, 200, 256):
+        some = rng.permutation(600)[:rows]
+        np.testing.assert_array_equal(run(rows_of(case, some)), want[some])
+
+
+@pytest.mark.gpu
 def test_foreign_rows_of_the_pools_do_not_matter():
     case = some_case(50, 256, 320, ranks=(13,), popularity="identical")
     a_pool, b_pool = (
@@ -302,8 +315,10 @@ def test_declines_what_it_cannot_serve(change, why):
 def test_few_rows_come_in_items_that_their_kernel_holds(max_rank):
     plan = (Path(cuda.__file__).parent / "csrc" / "lora_gemm" / "decode_plan.cuh").read_text()
     limits = dict(re.findall(r"constexpr int (\w+) = (\d+);", plan))
-    rows, of_item = int(limits["kFewRows"]), int(limits["kFewItemRows"])
-    assert all(cuda.rows_per_item(n, max_rank) <= of_item for n in range(1, rows + 1))
+    of_item = int(limits["kFewItemRows"])
+    for rows, slots in (("kFewRowsOfMany", None), ("kFewRows", cuda.FEW_SLOTS)):
+        held = range(1, int(limits[rows]) + 1)
+        assert all(cuda.rows_per_item(n, max_rank, num_slots=slots) <= of_item for n in held)
 
 
 def test_declines_on_a_machine_without_a_gpu(monkeypatch):
