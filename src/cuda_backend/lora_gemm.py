@@ -22,8 +22,8 @@ from lora_jax.typing import Array, Float, Int, Num
 
 MAX_ROWS = 8192  # one CTA sorts them in its shared memory
 MAX_SLOTS = 65534
-# Up to FEW_ROWS are for csrc/lora_gemm/decode.cuh, which wants items of at most SMALL_ITEM rows; more
-# of them where slots are so few that most launches of a step of linear maps are.
+# Up to FEW_ROWS are for csrc/lora_gemm/decode.cuh, which wants items of at most SMALL_ITEM rows. Of
+# few slots more rows are: it serves most linear maps of such a step.
 FEW_ROWS, SMALL_ITEM = 128, 8
 FEW_ROWS_OF_FEW_SLOTS, FEW_SLOTS = 256, 16
 MAX_RANK = 128
@@ -265,10 +265,10 @@ def lora_pairs(
     accumulate = modules[0][0] is not None
     if any((y is not None) != accumulate for y, _, _ in modules):
         raise ValueError("a launch adds to every module's y or to none: some are None")
-    slots, known_rank, of_experts = modules[0][1].shape[-2], max_rank, False
+    slots = modules[0][1].shape[-2]
+    small = _are_small(items, len(x), slots, max_rank)
     segments, last = False, not lora_tiles.expects_tiles(len(x), slots)
     if isinstance(items, AdapterItems):
-        known_rank, of_experts = items.max_rank or MAX_RANK, items.in_order
         last = last and not items.in_order  # else they are experts' rows, for which tiles pay
         runs = items.most_runs if items.in_order and items.tiles is None else None
         segments = accumulate and are_segments(len(items.items), max_rank, runs)
@@ -282,12 +282,22 @@ def lora_pairs(
     aliases = {8 + 3 * m: 1 + m for m in range(count if accumulate else 0)}
     call = jax.ffi.ffi_call("lora_jax_cuda_lora_gemm", shapes, input_output_aliases=aliases)
     operands = (v for m in modules for v in m if v is not None)
-    small = rows_per_item(len(x), known_rank, num_slots=slots) <= SMALL_ITEM
-    kind = {"accumulate": accumulate, "segments": segments, "tiles_last": last}
-    kind["small_items"] = len(x) <= FEW_ROWS or (small and not of_experts)
+    kind = {"small_items": small, "segments": segments, "tiles_last": last}
     attributes = {"max_rank": np.int64(max_rank), "zeros_if_idle": zeros_if_idle, **kind}
+    attributes["accumulate"] = accumulate
     places = np.array(sites or [0] * count, np.int64)
     return call(x, a_pool, b_pool, *listed, *operands, sites=places, **attributes)[1:]
+
+
+def _are_small(
+    items: CudaWorkList | AdapterItems, rows: int, num_slots: int, max_rank: int
+) -> bool:
+    """Return whether no item has more than SMALL_ITEM rows, for a launch with this max_rank."""
+    if isinstance(items, AdapterItems):
+        if items.in_order:  # of experts
+            return rows <= FEW_ROWS
+        max_rank = items.max_rank or MAX_RANK  # by which they were cut
+    return rows_per_item(rows, max_rank, num_slots=num_slots) <= SMALL_ITEM
 
 
 def lora_shrink(

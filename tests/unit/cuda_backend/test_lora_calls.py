@@ -53,8 +53,23 @@ def test_few_rows_are_added_in_place_by_items_of_eight(on_hopper):
     assert call.results == ("1x20x16xbf16", f"20x{D_OUT}xbf16")
     assert call.aliases == {8: 1}
     said = {"sites": [0], "max_rank": 16, "accumulate": True, "zeros_if_idle": True}
-    assert call.attributes == said | {"segments": False, "tiles_last": True}
+    assert call.attributes == said | {"small_items": True, "segments": False, "tiles_last": True}
     assert set(calls) == {"row_items", "lora_gemm"}
+
+
+@pytest.mark.parametrize(
+    ("rows", "slots", "of_item"),
+    [(128, 99, 8), (129, 17, 16), (129, 16, 8), (256, 2, 8), (257, 2, 16)],
+)
+def test_up_to_256_rows_of_few_slots_come_in_small_items(rows, slots, of_item):
+    assert lora_gemm.rows_per_item(rows, 16, num_slots=slots) == of_item
+
+
+def test_items_tell_the_kernel_whether_they_are_small(on_hopper):
+    """Those of experts, which stand in order, are by their rows alone."""
+    for rows, small in ((256, True), (300, False)):
+        (call,) = calls_of(lora_gemm.lora_gemm, added(rows), batch(rows))["lora_gemm"]
+        assert call.attributes["small_items"] is small
 
 
 def test_a_part_of_a_split_step_takes_no_constant_without_elements(on_hopper):
