@@ -32,13 +32,18 @@ def test_a_command_without_steps_is_refused(capsys):
 
 
 @pytest.mark.long
-def test_steps_of_both_kinds_run_with_the_program_of_an_engine():
+@pytest.mark.parametrize("adapters", [False, True])
+def test_steps_of_both_kinds_run_with_the_program_of_an_engine(adapters):
     raw = tiny(SPEED["qwen3-30b-a3b"]) | {"num_experts": TINY["num_experts"]}
-    args = argparse.Namespace(rows=[1, 20], position=30, prompts=2, prompt=16, room=0)
+    given = {"rows": [1, 20], "position": 30, "prompts": 2, "prompt": 16, "room": 0}
+    args = argparse.Namespace(**given, adapters=adapters)
     steps = step_limits.make_steps(raw, args, Card(1e9, 1e9))
-    assert [step.name for step in steps] == ["1 rows", "20 rows", "2 prompts of 16"]
-    assert [step.program.bucket for step in steps] == [8, 20, 32]
+    base = [step for step in steps if not step.lora]
+    assert [step.name for step in base] == ["1 rows", "20 rows", "2 prompts of 16"]
+    assert [step.program.bucket for step in base] == [8, 20, 32]
+    mixed = [step.name for step in steps if step.program.lora]
+    assert mixed == [f"{step.name}, 8 adapters" for step in base if adapters]
     assert all(step.limit_ms > 0 for step in steps)
-    row = step_limits.measure(steps[0], profiled=False)
+    row = step_limits.measure(steps[adapters], profiled=False)
     assert row["ms"] > 0
     assert len(row["turns_ms"]) > 1
