@@ -20,7 +20,7 @@ from serving.engine.parts.devices import local_widths
 from serving.engine.parts.early_checks import limits_of
 from serving.engine.parts.target_parts import open_modules
 
-_MOST_LOOKED_AT = 32  # adapters, each of which takes milliseconds, or tenths of a second
+_MOST_LOOKED_AT = 32  # adapters; one with all experts takes a second, others milliseconds
 
 
 def check_sizes(

@@ -9,6 +9,8 @@ from pathlib import Path
 from lora_jax.adapters import reader
 from lora_jax.adapters.catalogue import LoraCatalogue
 from lora_jax.adapters.entries import AdapterEntry, RegistryLimits
+from lora_jax.adapters.formats.peft_format import CONFIG_FILE, WEIGHTS_FILE
+from lora_jax.adapters.formats.safetensors_file import header_text
 from lora_jax.adapters.registry_errors import AdapterNotFound, AdapterRejected
 from lora_jax.adapters.versions import check_name
 from lora_jax.adapters.weights import AnyWeights
@@ -128,11 +130,29 @@ def check_tensors(
     catalogue: LoraCatalogue,
     base_names: tuple[str, ...],
 ) -> None:
-    """Raise what loads of these adapters will, as far as the headers of their files tell."""
-    given = reader.AdapterReadLimits(limits.max_file_bytes, limits.max_rank)
+    """Raise what loads of these adapters will, as far as the headers of their files tell.
+
+    Of adapters that look the same, as those that were trained alike, one is looked at: one with all
+    experts of a large model takes a second.
+    """
+    given, seen = reader.AdapterReadLimits(limits.max_file_bytes, limits.max_rank), set()
     for name, folder in folders.items():
+        look = _look_of(Path(folder))
+        if look is not None and look in seen:
+            continue
         with _about(name):
             reader.check_fits(Path(folder), catalogue, base_names=base_names, limits=given)
+        seen.add(look)
+
+
+def _look_of(folder: Path) -> tuple[bytes, int, bytes, tuple[str, ...]] | None:
+    """Return the header and size of a folder's weights, its config and its names; None without."""
+    weights = folder / WEIGHTS_FILE
+    try:
+        header, size = header_text(weights), weights.stat().st_size
+        return header, size, (folder / CONFIG_FILE).read_bytes(), tuple(sorted(os.listdir(folder)))
+    except (OSError, ValueError):
+        return None
 
 
 @contextlib.contextmanager

@@ -1,10 +1,11 @@
 """Folders of adapters: confined, checked before anything is published, named without their path."""
 
+import numpy as np
 import pytest
 from support.cases import adapter_cases as cases
 
 from lora_jax.adapters import reader
-from lora_jax.adapters.adapter_folders import AdapterFolders, check_folders
+from lora_jax.adapters.adapter_folders import AdapterFolders, check_folders, check_tensors
 from lora_jax.adapters.entries import RegistryLimits
 from lora_jax.adapters.registry_errors import AdapterNotFound, AdapterRejected
 
@@ -101,3 +102,25 @@ def test_folders_are_checked_by_name_before_a_model_is_there(root):
         check_folders({"sql": root / "sql"}, limits)
     with pytest.raises(AdapterRejected, match=r"adapter name 'a b' is not"):
         check_folders({"a b": root / "sql"}, limits)
+
+
+def test_of_adapters_that_look_the_same_one_is_looked_at(tmp_path, monkeypatch):
+    looked, look = [], reader.check_fits
+    monkeypatch.setattr(reader, "check_fits", lambda path, *a, **k: looked.append(path.name))
+    tensors = cases.dense_tensors()
+    wide = {name: np.pad(t, ((0, 0), (0, 1))) for name, t in tensors.items()}
+    cases.write_adapter(tmp_path / "a", tensors)
+    cases.write_adapter(tmp_path / "b", {name: t + 1 for name, t in tensors.items()})
+    cases.write_adapter(tmp_path / "other config", tensors, {"lora_alpha": 3})
+    cases.write_adapter(tmp_path / "other shapes", wide)
+    cases.write_adapter(tmp_path / "cut", tensors)
+    file = tmp_path / "cut" / "adapter_model.safetensors"
+    file.write_bytes(file.read_bytes()[:-1])
+    (tmp_path / "none").mkdir()
+    given = {path.name: path for path in sorted(tmp_path.iterdir())}
+    check_tensors(given | {"none again": tmp_path / "none"}, RegistryLimits(), cases.llama(), ())
+    assert sorted(looked) == ["a", "cut", "none", "none", "other config", "other shapes"]
+    monkeypatch.setattr(reader, "check_fits", look)
+    wrong = {"a": tmp_path / "a", "w": tmp_path / "other shapes"}
+    with pytest.raises(AdapterRejected, match=r"'w': adapter_model\.safetensors"):
+        check_tensors(wrong, RegistryLimits(), cases.llama(), ())
