@@ -153,9 +153,13 @@ def load_model(
         time.monotonic() - start,
     )
     if wanted is None and model_config.dtype == "float16":
-        logger.info(
+        on_cpu = jax.default_backend() == "cpu"
+        fast = "" if on_cpu else " The fast kernels of this device are for bfloat16."
+        logger.log(
+            logging.INFO if on_cpu else logging.WARNING,
             "The model's files say float16, which is computed in float32. --dtype bfloat16 halves "
-            "the memory of KV pages, adapters and weights that are not quantised."
+            "the memory of KV pages, adapters and weights that are not quantised.%s",
+            fast,
         )
     log_quantised(model_config, sizes)
     log_devices(split)

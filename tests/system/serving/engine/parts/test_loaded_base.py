@@ -37,3 +37,18 @@ def test_the_dtype_is_the_files_or_the_one_asked_for(tmp_path, caplog, asked, lo
         assert load_model(config, source_of(config, None), None)[2] == loaded
     told = "files say float16, which is computed in float32. --dtype bfloat16 halves"
     assert (told in caplog.text) == (asked == "auto")
+
+
+@pytest.mark.parametrize(("backend", "level"), [("cpu", "INFO"), ("gpu", "WARNING")])
+def test_float16_on_an_accelerator_is_a_warning(tmp_path, caplog, monkeypatch, backend, level):
+    tiny_checkpoint.write_model(tmp_path, SHAPE)
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"torch_dtype": "float16"}))
+    config = EngineConfig(str(tmp_path))
+    source = source_of(config, None)
+    monkeypatch.setattr(jax, "default_backend", lambda: backend)
+    with caplog.at_level(logging.INFO, logger="serving"):
+        load_model(config, source, None)
+    (told,) = (record for record in caplog.records if "say float16" in record.getMessage())
+    assert told.levelname == level
+    assert ("kernels of this device" in told.getMessage()) == (backend == "gpu")
