@@ -59,13 +59,15 @@ class TurnKeeper:
             self._closing = True
         self._wake.send(b"\0")
         self._thread.join()
+        self._wake.close()
+        self._woken.close()
 
     def _run(self) -> None:
         # The device is idle from the end of a turn until this thread has granted the next one.
         with short_switches.within():
             while not self._closing:
                 self._look()
-        for one in (*self._sockets.values(), self._wake, self._woken):
+        for one in self._sockets.values():
             one.close()
         self._selector.close()
 

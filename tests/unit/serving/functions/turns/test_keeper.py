@@ -56,6 +56,24 @@ def test_turns_go_round(keeper):
         assert heard(b) == GRANT
 
 
+def test_a_thread_that_ends_before_it_is_woken_does_not_disturb_the_close():
+    keeper = TurnKeeper()
+
+    class Late:
+        """A lock that lets the thread see that it shall end, and end, before it is released."""
+
+        def __enter__(self):
+            pass
+
+        def __exit__(self, *error):
+            keeper._wake.send(b"\0")
+            keeper._thread.join()
+
+    keeper._lock = Late()  # pyright: ignore[reportAttributeAccessIssue]
+    keeper.close()
+    assert keeper._wake.fileno() == -1
+
+
 def test_the_next_turn_begins_while_the_last_step_of_the_one_before_runs(keeper):
     with opened(keeper, "a") as a, opened(keeper, "b") as b:
         a.send(_ASKS)
