@@ -31,6 +31,7 @@ NAMING += [
 ]
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 LIVE = ROOT / "README.md", ROOT / "docs/getting-started.md"
+PEERS = ("sglang.",)  # modules of other servers, whose commands a page compares with ours
 # Steps of few tokens, no grammars: by default, an engine compiles eight times as many programs.
 FEW_PROGRAMS = """
 import functools, serving
@@ -70,7 +71,7 @@ def check_line(line: str) -> None:
         assert set(re.findall(r"\[([\w,]+)\]", line)) <= extras(), line
     elif words[:2] == ["python", "-m"] and words[2] == "serving.launch":
         read_options(words[3:], {})
-    elif words[:2] == ["python", "-m"]:
+    elif words[:2] == ["python", "-m"] and not words[2].startswith(PEERS):
         assert importlib.util.find_spec(words[2]), line
 
 
@@ -107,6 +108,7 @@ def answers_of_block(text: str, port: str) -> list[dict]:
     starts = r"^(?:make|python|\.venv)(?:.*\\\n)*.*\n"
     script = re.sub(starts, "", text, flags=re.MULTILINE).replace("8000", port)
     script = script.replace("curl ", "curl --silent --show-error --fail-with-body ")
+    script = script.replace('"fox"', '"law"')  # for an adapter that the reader trains
     done = subprocess.run(["bash", "-e"], input=script, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, script + done.stdout + done.stderr
     decoder, text, found = json.JSONDecoder(), done.stdout.strip(), []
