@@ -290,13 +290,14 @@ def lora_pairs(
 
 
 def _are_small(
-    items: CudaWorkList | AdapterItems, rows: int, num_slots: int, max_rank: int
+    items: CudaWorkList | AdapterItems, rows: int, num_slots: int | None, max_rank: int
 ) -> bool:
     """Return whether no item has more than SMALL_ITEM rows, for a launch with this max_rank."""
     if isinstance(items, AdapterItems):
         if items.in_order:  # of experts
             return rows <= FEW_ROWS
-        max_rank = items.max_rank or MAX_RANK  # by which they were cut
+        # By which they were cut, whatever tables this launch has.
+        max_rank, num_slots = items.max_rank or MAX_RANK, items.most_runs
     return rows_per_item(rows, max_rank, num_slots=num_slots) <= SMALL_ITEM
 
 

@@ -72,6 +72,16 @@ def test_items_tell_the_kernel_whether_they_are_small(on_hopper):
         assert call.attributes["small_items"] is small
 
 
+@pytest.mark.parametrize(
+    ("slots", "small"), [(lora_gemm.FEW_SLOTS, True), (17, False), (None, False)]
+)
+def test_items_are_as_small_as_they_were_cut_whatever_tables_a_launch_has(slots, small):
+    rows = jnp.zeros(256, jnp.int32)
+    none = jnp.zeros((256, 4), jnp.int32)
+    items = AdapterItems(rows, rows, none, rows[:1], max_rank=16, most_runs=slots)
+    assert lora_gemm._are_small(items, 256, 2, 16) is small
+
+
 def test_a_part_of_a_split_step_takes_no_constant_without_elements(on_hopper):
     """XLA's compiler for GPUs crashes over one (tests/kernels/aot/test_split_step.py)."""
     mesh = jax.make_mesh((2,), (AXIS,), axis_types=(AxisType.Auto,))
