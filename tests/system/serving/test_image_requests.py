@@ -148,7 +148,7 @@ def test_a_task_head_reads_what_images_say(engine: Engine, oracle, tmp_path: Pat
     assert [a.outputs.logits for a in again] == [first[i].outputs.logits for i in (0, 0, 1)]
     assert len(again[0].prompt_ids) % FIELDS["block_size"] == 3
     left = [len(one.prompt_ids) - one.num_cached_tokens for one in again]
-    assert [count == 1 for count in left] == [True, False, True]
+    assert (left[0], left[2]) == (1, 1)  # the second waits for the first's page, or computes more
     engine.unload_adapter("head")
 
 
