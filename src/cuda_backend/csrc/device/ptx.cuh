@@ -122,6 +122,21 @@ template <int PENDING>
 __device__ __forceinline__ void copies_wait() {
   asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
 }
+constexpr int kMostCopyGroups = 8;
+// The same, of up to kMostCopyGroups.
+__device__ __forceinline__ void copies_wait_most(int pending) {
+  switch (pending) {
+    case 0: return copies_wait<0>();
+    case 1: return copies_wait<1>();
+    case 2: return copies_wait<2>();
+    case 3: return copies_wait<3>();
+    case 4: return copies_wait<4>();
+    case 5: return copies_wait<5>();
+    case 6: return copies_wait<6>();
+    case 7: return copies_wait<7>();
+  }
+  copies_wait<kMostCopyGroups>();
+}
 // Of the first `threads` threads of a CTA, a multiple of 32.
 __device__ __forceinline__ void consumer_barrier(int threads) {
   asm volatile("bar.sync 1, %0;" ::"r"(threads) : "memory");

@@ -129,11 +129,20 @@ struct FewRowsKernel {
     if constexpr (C == Coding::kPlain) tile_copy(to, map, 0, column, step * kBlocks<C>, group, bar);
     else tile_copy(to, map, step * kRowBytes / 2, column, group, 0, bar);
   }
-  // Weights, x and scales, by one warp.
+  // Waits for the scales of the oldest stage whose consumers have not heard of them; `newer` stages may be on their way.
+  // A barrier that counts such copies itself (cp.async.mbarrier.arrive.noinc) came before some of them on an H200.
+  __device__ __forceinline__ void scales_came(FewRowsRing& oldest, int newer) {
+    copies_wait_most(newer);
+    __syncwarp();
+    mbar_arrive_if(&full[oldest.at], (threadIdx.x & 31) == 0);
+    oldest.next(p.stages);
+  }
+  // Weights, x and scales, by one warp. It looks for scales half a ring later: then they have mostly come.
   __device__ __forceinline__ void bring() {
     const int lane = threadIdx.x & 31;
-    const int row_bytes = p.scale_groups * kScaleBytes<C>;
-    FewRowsRing ring;
+    const int row_bytes = p.scale_groups * kScaleBytes<C>, later = min(p.stages / 2, kMostCopyGroups);
+    int asked = 0;  // stages for whose scales it has not waited
+    FewRowsRing ring, oldest;
     for (int index = blockIdx.x; index < works * p.tiles; index += gridDim.x) {
       const FewRowsWork w = work(index);
       const int tile = index % p.tiles, first_matrix = matrix_of(tile), few = w.count <= 8;
@@ -161,9 +170,12 @@ struct FewRowsKernel {
             copy_piece(scales + r * kScaleWords * 4 + b, from + min(first + b, row_bytes - p.piece), p.piece,
                        first + b < row_bytes);
         }
-        copies_arrive(bar);
+        copies_commit();
+        if (++asked > later) scales_came(oldest, later), --asked;
       }
     }
+#pragma unroll 1
+    while (asked) scales_came(oldest, --asked);
   }
 
   // Where a thread finds its part of a stage.
@@ -360,7 +372,7 @@ __global__ void __launch_bounds__(W * 32 + 32, PER_SM) few_rows_kernel(const __g
   const int warp = threadIdx.x / 32;
   if (threadIdx.x == 0) {
     for (int s = 0; s < p.stages; ++s) {
-      mbar_init(&kernel.full[s], C == Coding::kPlain ? 1 : 1 + 32);  // the copy engine, scales by a warp
+      mbar_init(&kernel.full[s], C == Coding::kPlain ? 1 : 2);  // the copy engine, scales by a warp
       mbar_init(&kernel.empty[s], W);
     }
     fence_barriers();

@@ -74,6 +74,8 @@ template <int PENDING>
 inline void copies_wait() {
   emu::finish_groups(emu::machine.current->groups, PENDING);
 }
+constexpr int kMostCopyGroups = 8;
+inline void copies_wait_most(int pending) { emu::finish_groups(emu::machine.current->groups, pending); }
 inline void copies_arrive(uint64_t* bar) {
   copies_commit();
   emu::finish_groups(emu::machine.current->groups, 0);
