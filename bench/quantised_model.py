@@ -3,6 +3,7 @@
 What checkpoints leave in 16 bits stays so: embeddings, head, norms and the experts' router.
 """
 
+import dataclasses
 import functools
 import itertools
 import math
@@ -12,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from lora_jax.models.quantised.forms import E2M1, NF4, SIGNED
+from lora_jax.models.quantised.forms import E2M1, NF4, SIGNED, UNSIGNED
 from lora_jax.nn.decoder import AbstractCausalLM
 from lora_jax.ops.grouped_matmul import CodedWeight, ScaledWeight, Weight
 from lora_jax.ops.grouped_matmul.orders import for_kernels
@@ -31,7 +32,7 @@ def _fp8(w: Array) -> Weight:
     return ScaledWeight(values, scales, (1, block), jnp.dtype(w.dtype))
 
 
-def _coded(w: Array, table: tuple[float, ...], group: int, narrow: bool) -> Weight:
+def _coded(w: Array, table: tuple[float, ...], group: int, narrow: bool) -> CodedWeight:
     """Return codes of the nearest values, the largest weight of a group being the largest value."""
     group = math.gcd(group, w.shape[-1])
     by_group = w.reshape(*w.shape[:-1], -1, group).astype(jnp.float32)
@@ -47,11 +48,31 @@ def _coded(w: Array, table: tuple[float, ...], group: int, narrow: bool) -> Weig
     return CodedWeight(codes, scales, None, table, jnp.dtype(w.dtype))
 
 
+def _gptq(w: Array) -> CodedWeight:
+    """Return int4 codes whose scales are float16's in float32, as GPTQ's files have them."""
+    coded = _coded(w, SIGNED, 128, narrow=True)
+    last_bit = 1 + 2.0**-10  # of a float16, which no bfloat16 has
+    scales = coded.scales.astype(jnp.float32) * last_bit
+    # XLA drops a conversion to float16 and back.
+    scales = jax.lax.reduce_precision(scales, exponent_bits=5, mantissa_bits=10)
+    return dataclasses.replace(coded, scales=scales)
+
+
+def _awq(w: Array) -> CodedWeight:
+    """Return the same with zero points 7 to 9, as AWQ's files have them: other weights."""
+    coded = _gptq(w)
+    bits = jax.lax.bitcast_convert_type(coded.scales, jnp.uint32)
+    zeros = (7 + (bits >> 13) % 3).astype(jnp.uint8)
+    return dataclasses.replace(coded, zeros=zeros, table=UNSIGNED)
+
+
 FORMATS: dict[str, Callable[[Array], Weight]] = {
     "fp8": _fp8,
     "int4": functools.partial(_coded, table=SIGNED, group=128, narrow=True),
     "nf4": functools.partial(_coded, table=NF4, group=64, narrow=False),
     "mxfp4": functools.partial(_coded, table=E2M1, group=32, narrow=True),
+    "gptq": _gptq,
+    "awq": _awq,
 }
 
 

@@ -24,7 +24,7 @@ from bench.kernels.timing import copy_bandwidth, dense_rate
 from cuda_backend import ffi
 
 PARTS = (
-    *("lora", "moe", "grouped", "merge", "attention", "eight_bits", "sorting", "grid"),
+    *("lora", "moe", "grouped", "merge", "attention", "eight_bits", "few", "sorting", "grid"),
     "popularities",
 )
 

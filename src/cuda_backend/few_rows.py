@@ -23,12 +23,15 @@ from lora_jax.ops.grouped_matmul.weights import (
 )
 from lora_jax.typing import Array, Float, Int
 
-FLOAT8, INTEGER, E2M1, TABLE, PLAIN = range(5)  # Coding of csrc/grouped_matmul/codings.cuh
-CODINGS = ("float8", "integers", "E2M1", "a table", "plain")  # their names in errors
-# Of d_in, that share a scale; in 8 bits also multiples, and all.
-SCALE_COLUMNS = {FLOAT8: (128,), INTEGER: (128, 64), E2M1: (32,), TABLE: (64,)}
+# Coding of csrc/grouped_matmul/codings.cuh. AFFINE are integers with scales in float32, with zero
+# points, or as INTEGER does not have them.
+FLOAT8, INTEGER, E2M1, TABLE, PLAIN, AFFINE = range(6)
+CODINGS = ("float8", "integers", "E2M1", "a table", "plain", "affine integers")  # names in errors
+# Of d_in, that share a scale; multiples too where scales are copied one by one.
+SCALE_COLUMNS = {FLOAT8: (128,), INTEGER: (128, 64), E2M1: (32,), TABLE: (64,), AFFINE: (64, 32)}
+MULTIPLES = (FLOAT8, TABLE, AFFINE)  # of the first of these, and all of d_in
 FIRST_INTEGERS = (0, -1, -2, -4, -8, -16)  # exact in bfloat16 times any scale
-SCALE_BYTES = {FLOAT8: 4, INTEGER: 2, E2M1: 2, TABLE: 4}
+MOST_SLOTS = 1 << 20  # units of columns in d_in times those that share a scale
 MOST_ROWS = 8  # of a likely group in the mean: few groups have more than a tile
 # Of plain weights: rows of a dense map, and of a likely group in the mean. Either product of a
 # token's experts of Qwen3-30B took 6 us less in a step than by Mosaic's kernel, whose CTAs each
@@ -51,8 +54,10 @@ class Form:
 
     coding: int
     scale_columns: int  # of d_in that share a scale
-    first: int = 0  # of INTEGER: the value of code 0
+    first: int = 0  # of INTEGER and AFFINE: the value of code 0
     table: tuple[float, ...] = (0.0,) * 16  # of TABLE
+    scales: str = ""  # of AFFINE: their dtype
+    zeros: bool = False  # of AFFINE
 
 
 Addend = Float[Array, "rows d_out"] | None
@@ -115,7 +120,7 @@ def _call(
     """Return the kernel's results, one of each width."""
     ffi.require()
     none = jnp.zeros((0,), jnp.bfloat16)
-    stored, scales = zip(*(parts(w) for w in weights), strict=True)
+    stored, scales, zeros = zip(*(parts(w) for w in weights), strict=True)
 
     def filled(arrays: tuple[Array | None, ...], count: int = MOST_MATRICES) -> list[Array]:
         given = [none if a is None else a for a in arrays[:count]]
@@ -129,6 +134,7 @@ def _call(
         group_sizes,
         *filled(stored),
         *filled(scales),
+        *filled(zeros),
         *filled(biases),
         *filled(addends, 2),
         gated=gated,
@@ -138,13 +144,13 @@ def _call(
     return tuple(found[: len(widths)])
 
 
-def parts(w: Weight) -> tuple[Array, Array]:
-    """Return a weight's array that is streamed, and its scales."""
+def parts(w: Weight) -> tuple[Array, Array, Array | None]:
+    """Return a weight's array that is streamed, its scales and its zero points."""
     if isinstance(w, CodedWeight):
-        return w.codes, w.scales
+        return w.codes, w.scales, w.zeros
     if isinstance(w, ScaledWeight):
-        return w.values, w.scales
-    return w, jnp.zeros((0, 0, 0), w.dtype)
+        return w.values, w.scales, None
+    return w, jnp.zeros((0, 0, 0), w.dtype), None
 
 
 def form_of(weights: tuple[Weight, ...]) -> Form:
@@ -168,22 +174,25 @@ def _form_of(w: Weight) -> Form:
         if w.dtype != jnp.bfloat16:
             raise Declined(f"cuda few rows takes plain weights in bfloat16, not {w.dtype}")
         return Form(PLAIN, w.shape[-1])
-    if w.zeros is not None:
-        raise Declined("cuda grouped_matmul takes no zero points")
     if w.order != FRAGMENTS:
         raise Declined(
             f"cuda grouped_matmul takes codes in the order of {FRAGMENTS}, not {w.order}"
         )
-    if w.scales.dtype != jnp.bfloat16:
-        return Form(TABLE, w.group_size, table=w.table)
-    if is_e2m1(w.table):
-        return Form(E2M1, w.group_size)
-    if (first := first_integer(w.table)) in FIRST_INTEGERS:
-        return Form(INTEGER, w.group_size, first)
-    raise Declined(
-        "cuda grouped_matmul takes bfloat16 scales for E2M1 and integers from a power of two below "
-        "0, or from 0, on; float32 scales for any other table"
-    )
+    first, narrow = first_integer(w.table), w.scales.dtype == jnp.bfloat16
+    if w.zeros is not None and first != 0:
+        raise Declined("cuda grouped_matmul takes zero points beside integers from 0 on")
+    if first is not None:
+        pairs = narrow and w.zeros is None and w.scales.shape[-1] % 2 == 0  # scales are copied so
+        if pairs and first in FIRST_INTEGERS and w.group_size in SCALE_COLUMNS[INTEGER]:
+            return Form(INTEGER, w.group_size, first)
+        scales, zeros = str(w.scales.dtype), w.zeros is not None
+        return Form(AFFINE, w.group_size, first, scales=scales, zeros=zeros)
+    if narrow and not is_e2m1(w.table):
+        raise Declined(
+            "cuda grouped_matmul takes bfloat16 scales for E2M1 and integers, float32 scales for "
+            "any other table"
+        )
+    return Form(E2M1, w.group_size) if narrow else Form(TABLE, w.group_size, table=w.table)
 
 
 def check_support(
@@ -237,10 +246,11 @@ def _check_scales(coding: int, columns: int, d_in: int) -> None:
     """Raise Declined unless a thread can read the scales, one for so many `columns`."""
     if coding == PLAIN:
         return
-    served = SCALE_COLUMNS[coding]
-    whole = coding == FLOAT8 and (columns % served[0] == 0 or columns == d_in)
+    served, unit = SCALE_COLUMNS[coding], SCALE_COLUMNS[coding][0]
+    whole = coding in MULTIPLES and (columns % unit == 0 or columns == d_in)
     if columns not in served and not whole:
-        allowed = " or ".join(map(str, served))
-        raise Declined(f"cuda grouped_matmul takes groups of {allowed} weights, not {columns}")
-    if d_in // columns * SCALE_BYTES[coding] % 4:
-        raise Declined(f"cuda grouped_matmul copies scales in pairs, not {d_in // columns}")
+        allowed = " or ".join(map(str, served)) + " weights"
+        allowed += " or multiples" if coding in MULTIPLES else ""
+        raise Declined(f"cuda grouped_matmul takes groups of {allowed}, not {columns}")
+    if columns < d_in and d_in // unit * (columns // unit) >= MOST_SLOTS:
+        raise Declined(f"cuda grouped_matmul takes no rows of {d_in} in groups of {columns}")

@@ -14,7 +14,7 @@ from support.cases.kernel_calls import lora_kernel
 
 from bench.kernel_plots import overview, plot_kernels
 from bench.kernels import __main__ as bench
-from bench.kernels import grid, lora, moe, popularities, timing
+from bench.kernels import few, grid, lora, moe, popularities, timing
 from bench.kernels.jobs import Job, Machine
 from bench.kernels.numbers import Numbers
 from bench.kernels.peers import torch_grouped_matmul
@@ -345,3 +345,30 @@ def test_torch_multiplies_the_same_rows_where_it_is(monkeypatch):
     assert waited
     want = jnp.einsum("td,tod->to", x, w[jnp.repeat(jnp.arange(3), sizes)])
     np.testing.assert_allclose(y.float().numpy(), np.asarray(want, np.float32), rtol=0.05, atol=0.1)
+
+
+@pytest.mark.parametrize("gated", [True, False])
+def test_products_of_few_rows_are_compared_with_the_other_kernel(gated, machine, monkeypatch):
+    """Gate and up of experts, and three maps of one x: times of both, and how far they differ."""
+    groups, widths = (3, (64, 64)) if gated else (1, (64, 32, 32))
+    product = few.Product("a product", 5, groups, 256, widths, gated)
+    monkeypatch.setattr(few, "CUDA", "reference")
+    monkeypatch.setattr(few, "MOSAIC", "xla")
+    times = iter((6.0, 12.0))
+
+    def once(program, state, ops):
+        assert ops == few.MOST_OPS // 16 * 16  # a program's, of 16 sets of arrays
+        jax.block_until_ready(program(state))
+        return next(times)
+
+    monkeypatch.setattr(few, "time_us", once)
+    assert all(point.format in point.name for point in few.points())
+    (job,) = few.jobs([few.Point("awq", product)], machine)
+    row = job.measure()
+    assert (row["us"], row["mosaic_us"], row["over_mosaic"]) == (6.0, 12.0, 0.5)
+    codes, groups_of_128 = sum(widths) * groups * 256 // 2, sum(widths) * groups * 2
+    written = widths[0] if gated else sum(widths)
+    used = np.count_nonzero(product.sizes()) / groups
+    moved = used * (codes + 5 * groups_of_128) + 2 * 5 * (256 + written)
+    assert row["floor_us"] == pytest.approx(moved / machine.bandwidth * 1e6)
+    assert row["error"] < 0.05

@@ -4,18 +4,27 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from support.checks.handlers import assert_served
 from support.drivers.lowering import CustomCall, custom_calls
 
 from cuda_backend import few_rows, grouped_matmul
-from lora_jax.models.quantised.forms import E2M1
+from lora_jax.models.quantised.forms import (
+    E2M1,
+    FP4,
+    NF4,
+    SIGNED,
+    UNSIGNED,
+    CodedForm,
+    ScaledForm,
+)
 from lora_jax.ops import hopper
 from lora_jax.ops.grouped_matmul._gpu_tiles import QUANTISED_COLUMNS
 from lora_jax.ops.grouped_matmul.weights import FRAGMENTS, ROWS, CodedWeight, ScaledWeight
 
 GROUPS, D_OUT, D_IN = 8, 128, 256
-SIGNED = tuple(float(i - 8) for i in range(16))
+FROM_7 = tuple(float(i - 7) for i in range(16))
 UNEVEN = tuple(float(i * i) for i in range(16))
 BF16, F32 = jnp.bfloat16, jnp.float32
 
@@ -27,7 +36,8 @@ def array(*shape: int, dtype=BF16) -> jax.ShapeDtypeStruct:
 def coded(table, group: int, scales=BF16, zeros=False, order=FRAGMENTS, lead=GROUPS) -> CodedWeight:
     codes = array(lead, D_OUT, D_IN // 2, dtype=jnp.uint8)
     by_group = array(lead, D_OUT, D_IN // group, dtype=scales)
-    return CodedWeight(codes, by_group, by_group if zeros else None, table, BF16, order)
+    points = array(lead, D_OUT, D_IN // group, dtype=jnp.uint8)
+    return CodedWeight(codes, by_group, points if zeros else None, table, BF16, order)
 
 
 def scaled(rows: int = 1, columns: int = 128) -> ScaledWeight:
@@ -38,6 +48,7 @@ def scaled(rows: int = 1, columns: int = 128) -> ScaledWeight:
 
 
 NONE = "0xbf16"
+PARTS = ((2, 5), (5, 8), (8, 11), (11, 14), (14, 16))  # of the operands
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,6 +58,7 @@ class Given:
     call: CustomCall
     stored: tuple[str, ...]
     scales: tuple[str, ...]
+    zeros: tuple[str, ...]
     biases: tuple[str, ...]
     addends: tuple[str, ...]
 
@@ -58,7 +70,7 @@ def only_call(op, *args, widths=(D_OUT,)) -> Given:
     assert call.target == "lora_jax_cuda_few_rows"
     results = tuple(f"20x{width}xbf16" for width in widths) + (NONE,) * (3 - len(widths))
     assert (call.results, call.aliases) == (results, {})
-    parts = (call.operands[first:end] for first, end in ((2, 5), (5, 8), (8, 11), (11, 13)))
+    parts = (call.operands[first:end] for first, end in PARTS)
     return Given(call, *parts)
 
 
@@ -75,6 +87,16 @@ FORMS = {
     "integers": (coded(SIGNED, 128), CODES, "8x128x2xbf16", few_rows.INTEGER, 128, -8),
     "e2m1": (coded(E2M1, 32), CODES, "8x128x8xbf16", few_rows.E2M1, 32, 0),
     "table": (coded(UNEVEN, 64, F32), CODES, "8x128x4xf32", few_rows.TABLE, 64, 0),
+    "table of whole rows": (
+        *(coded(UNEVEN, D_IN, F32), CODES, "8x128x1xf32"),
+        *(few_rows.TABLE, D_IN, 0),
+    ),
+    "gptq": (coded(SIGNED, 128, F32), CODES, "8x128x2xf32", few_rows.AFFINE, 128, -8),
+    "awq": (coded(UNSIGNED, 128, F32, zeros=True), CODES, "8x128x2xf32", few_rows.AFFINE, 128, 0),
+    "zeros": (coded(UNSIGNED, 128, zeros=True), CODES, "8x128x2xbf16", few_rows.AFFINE, 128, 0),
+    "integers of 32": (coded(SIGNED, 32), CODES, "8x128x8xbf16", few_rows.AFFINE, 32, -8),
+    "an odd scale": (coded(SIGNED, D_IN), CODES, "8x128x1xbf16", few_rows.AFFINE, D_IN, -8),
+    "from -7": (coded(FROM_7, 128), CODES, "8x128x2xbf16", few_rows.AFFINE, 128, -7),
 }
 
 
@@ -84,6 +106,8 @@ def test_a_weight_is_streamed_as_it_is_stored(on_hopper, name):
     given = only_call(lambda *args: grouped_matmul.grouped_matmul(*args, None), X, w, SIZES)
     assert given.stored == (stored, NONE, NONE)
     assert given.scales == (scales, NONE, NONE)
+    zeros = getattr(w, "zeros", None)
+    assert given.zeros == ("8x128x2xui8" if zeros is not None else NONE, NONE, NONE)
     assert (given.biases, given.addends) == ((NONE,) * 3, (NONE,) * 2)
     table = given.call.attributes.pop("table")
     said = {"coding": coding, "scale_columns": columns, "first": first, "gated": False}
@@ -134,15 +158,43 @@ def test_maps_side_by_side_are_one_call_of_one_group(on_hopper):
         ),
         ((scaled(2),), r"scales of one row, not of \(2, 128\)"),
         ((array(GROUPS, D_OUT, D_IN, dtype=F32),), "plain weights in bfloat16, not float32"),
-        ((coded(SIGNED, 128, zeros=True),), "no zero points"),
+        ((coded(SIGNED, 128, zeros=True),), "zero points beside integers from 0 on"),
+        (
+            (coded(UNSIGNED, 128, F32), coded(UNSIGNED, 128, F32, zeros=True)),
+            "weights of one form, not affine integers by 128 weights, affine integers by 128",
+        ),
         ((coded(SIGNED, 128, order=ROWS),), "not rows"),
         ((coded(UNEVEN, 64),), "float32 scales for any other table"),
     ],
-    ids=["two forms", "blocks", "plain", "zeros", "order", "table"],
+    ids=["two forms", "blocks", "plain", "zeros", "one zeros", "order", "table"],
 )
 def test_declines_weights_of_another_form(weights, why):
     with pytest.raises(NotImplementedError, match=why):
         few_rows.form_of(weights)
+
+
+INTEGERS = [
+    CodedForm(UNSIGNED if zeros else SIGNED, group, np.dtype(dtype), zeros)
+    for zeros in (False, True)
+    for group in (32, 64, 128, 768)  # the last: all of a row
+    for dtype in (np.float32, BF16)
+]
+TABLES = [CodedForm(table, group) for table in (NF4, FP4) for group in (64, 128, 256)]
+LOADED = (*INTEGERS, *TABLES, CodedForm(E2M1, 32, np.dtype(BF16)), ScaledForm(128), ScaledForm(768))
+
+
+@pytest.mark.parametrize("form", LOADED, ids=str)
+def test_what_loaders_make_is_served(form):
+    """Experts of up to 64 tokens, and maps of one row to 64."""
+    shape = (128, 2048, 768)
+    parts = {n: array(*size, dtype=dtype) for n, (size, dtype) in form.parts(shape).items()}
+    w = form.weight(parts, shape, BF16)
+    w = dataclasses.replace(w, order=FRAGMENTS) if isinstance(w, CodedWeight) else w
+    made = few_rows.form_of((w, w))
+    for rows in (8, 64, 512):
+        few_rows.check_support(made, rows, 128, [2048], 768, None)
+    for rows in (1, 8, 64):
+        few_rows.check_support(made, rows, 1, [2048], 768, None)
 
 
 PLAIN = {"coding": few_rows.PLAIN}
@@ -163,13 +215,22 @@ PLAIN = {"coding": few_rows.PLAIN}
         ((20, 8, 96, 256), {}, "d_out of quantised weights in steps of 64, as .* not 96"),
         ((20, 8, 32, 256), {}, "d_out of quantised weights in steps of 64, as .* not 32"),
         ((20, 8, 96, 96), {}, "d_in in steps of 64 and d_out in steps of 8, not 96 and 96"),
-        ((20, 8, 128, 256), {"columns": 96}, "groups of 128 weights, not 96"),
-        ((20, 8, 128, 192), {"coding": few_rows.INTEGER, "columns": 64}, "in pairs, not 3"),
+        ((20, 8, 128, 256), {"columns": 96}, "groups of 128 weights or multiples, not 96"),
+        (
+            (20, 8, 128, 192),
+            {"coding": few_rows.AFFINE, "columns": 96},
+            "groups of 64 or 32 weights or multiples, not 96",
+        ),
+        (
+            (20, 8, 128, 1 << 18),
+            {"coding": few_rows.AFFINE, "columns": 1 << 17},
+            "no rows of 262144 in groups of 131072",
+        ),
     ],
     ids=[
         *("rows", "likely", "plain groups", "plain dense", "plain width", "plain tiles"),
         "plain list",
-        *("dense", "blocks", "quantised", "narrow", "width", "scales", "pairs"),
+        *("dense", "blocks", "quantised", "narrow", "width", "scales", "affine", "long"),
     ],
 )
 def test_declines_sizes_that_the_kernel_is_not_for(sizes, form, why):

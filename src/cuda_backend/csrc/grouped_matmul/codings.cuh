@@ -8,12 +8,13 @@
 // columns at once: their order changes no bit.
 // Values are computed as ops/grouped_matmul/weights.py says, in float32, and rounded once.
 #pragma once
-#include "device/ptx.cuh"
+#include "grouped_matmul/few_rows_affine.cuh"
 
 namespace lora_jax {
 
-// Integers and E2M1 have scales in bfloat16 here, whose products need no float32; the others float32.
-enum class Coding { kFloat8, kInteger, kE2m1, kTable, kPlain };
+// Integers and E2M1 have scales in bfloat16 here, whose products need no float32; the others float32. Affine are
+// integers with scales of either and with zero points (few_rows_affine.cuh).
+enum class Coding { kFloat8, kInteger, kE2m1, kTable, kPlain, kAffine };
 
 constexpr int kRowBytes = 128;  // of a row of weights in a block of a stage, or of 64 columns of x
 // Blocks of a stage. A warp takes 150 ns from one stage to the next: of one block each, the 224 stages of Llama-3.1-8B's
@@ -27,10 +28,13 @@ constexpr int kScaleBytes = C == Coding::kInteger || C == Coding::kE2m1 ? 2 : 4;
 constexpr int kTableRepeats = 32;  // a lane reads a table of its own: no bank is asked twice
 constexpr uint32_t kTableBytes = 16 * 4 * kTableRepeats;
 
-// Words of the scales of a row in a stage: G columns share one, and where that is more than a stage, whole stages do.
+// Scales of a row in a stage, one for G columns though more may share it, and their words.
+template <Coding C, int G>
+constexpr int kSlots = C == Coding::kPlain ? 0 : (kStepColumns<C> + G - 1) / G;
 template <Coding C, int G>
 constexpr int scale_words() {
-  return C == Coding::kPlain ? 0 : (kStepColumns<C> + G - 1) / G * kScaleBytes<C> / 4;
+  constexpr int slots = kSlots<C, G>;
+  return C == Coding::kAffine ? kAffineScaleWords<slots> + kAffineZeroWords<slots> : slots * kScaleBytes<C> / 4;
 }
 template <int N>
 __device__ __forceinline__ void load_words(uint32_t (&v)[N], uint32_t address) {
@@ -53,7 +57,7 @@ __device__ __forceinline__ uint32_t scale_of(const uint32_t (&words)[N], int col
 // Codes become subnormal numbers, which a product with a power of two and the scale makes whole at once.
 // That product is of a bfloat16 as long as the scale is below this power of two.
 template <Coding C>
-constexpr bool kWideScales = C == Coding::kInteger || C == Coding::kE2m1;
+constexpr bool kWideScales = C == Coding::kInteger || C == Coding::kE2m1 || C == Coding::kAffine;
 constexpr uint32_t kNibble = 0x00f000f0;            // code c is c times 2^-129 there
 constexpr uint32_t kTwoTo100 = 0x71807180, kTwoTo29 = 0x4e004e00, kTwoTo126 = 0x7e807e80;
 // Whether any of some scales is too large: 0.5 and more for integers, 2 for E2M1. By their exponents.

@@ -12,54 +12,9 @@
 #include "device/launch_early.cuh"
 #include "device/silu.cuh"
 #include "grouped_matmul/codings.cuh"
+#include "grouped_matmul/few_rows_args.cuh"
 
 namespace lora_jax {
-
-constexpr int kMostMatrices = 3;
-
-struct FewRowsMatrix {
-  const void* scales;         // [groups, d_out, scale_groups]
-  const __nv_bfloat16* bias;  // [groups, d_out] or null
-  const void* addend;         // [rows, d_out] or null
-  __nv_bfloat16* y;           // [rows, d_out]; of up none
-  int d_out, first_tile;
-};
-
-struct FewRowsArgs {
-  CUtensorMap maps[kMostMatrices];  // of weights, two bytes an element; a box is kBlocks of 128 bytes of each row
-  CUtensorMap x_maps[2];            // of a stage's columns of x: 8 rows, a tile's
-  FewRowsMatrix matrices[kMostMatrices];  // gate and up, or some that are multiplied by one after the other
-  const __nv_bfloat16* x;           // [rows, d_in]
-  const int* sizes;                 // [groups]
-  int rows, groups, d_in, tiles, steps, stages, works;
-  int scale_groups, scale_columns;  // of a row; of d_in in each
-  int piece;                        // bytes of scales that are copied at once
-  bool addends_wide;                // float32
-  float first;                      // of kInteger: the value of code 0
-  float table[16];                  // of kTable
-};
-
-struct FewRowsWork {  // a block of rows of one group
-  int group, row, count;
-};
-
-// Shared memory: stages of weights, x and scales, then barriers, the table, the list.
-template <Coding C, int G, int ROWS, int W, int TILES>
-struct FewRowsLayout {
-  static constexpr int kWeightRows = W * TILES * 16;
-  static constexpr int kWeights = kWeightRows * kRowBytes * kBlocks<C>, kX = ROWS * kStepColumns<C> * 2;
-  static constexpr int kBarriers = 256, kTable = C == Coding::kTable ? 2 * kTableBytes : 0;
-  static constexpr int kStage = (kWeights + kX + kWeightRows * 4 * scale_words<C, G>() + 1023) & ~1023;
-  static __host__ __device__ int fixed(int works) { return kTable + kBarriers + works * 8; }
-};
-
-struct FewRowsRing {
-  int at = 0;
-  uint32_t phase = 0;
-  __device__ __forceinline__ void next(int stages) {
-    if (++at == stages) at = 0, phase ^= 1;
-  }
-};
 
 template <Coding C, int G, int ROWS, int W, int TILES, bool GATED>
 struct FewRowsKernel {
@@ -140,17 +95,20 @@ struct FewRowsKernel {
   // Weights, x and scales, by one warp. It looks for scales half a ring later: then they have mostly come.
   __device__ __forceinline__ void bring() {
     const int lane = threadIdx.x & 31;
-    const int row_bytes = p.scale_groups * kScaleBytes<C>, later = min(p.stages / 2, kMostCopyGroups);
+    const int later = min(p.stages / 2, kMostCopyGroups);
     int asked = 0;  // stages for whose scales it has not waited
     FewRowsRing ring, oldest;
     for (int index = blockIdx.x; index < works * p.tiles; index += gridDim.x) {
       const FewRowsWork w = work(index);
       const int tile = index % p.tiles, first_matrix = matrix_of(tile), few = w.count <= 8;
       const int column = (tile - p.matrices[first_matrix].first_tile) * kColumns;
+      FewRowsScales<C, G, Layout::kWeightRows / 32> sources;
+      if constexpr (C == Coding::kAffine) sources.find(p, first_matrix, w.group, column, kColumns);
       for (int step = 0; step < p.steps; ++step, ring.next(p.stages)) {
         const uint32_t stage = weights_at(ring.at), x = stage + Layout::kWeights, scales = x + Layout::kX;
         uint64_t* bar = &full[ring.at];
         mbar_wait(&empty[ring.at], ring.phase ^ 1);
+        if constexpr (C == Coding::kAffine) sources.bring(p, scales, step);  // many copies: before the long ones
         if (lane == 0) {
           mbar_expect(bar, Layout::kWeights + (few ? 8 : ROWS) * kStep * 2);
 #pragma unroll
@@ -159,16 +117,9 @@ struct FewRowsKernel {
           tile_copy(x, &p.x_maps[!few], 0, w.row, step * kStep / 64, 0, bar);
         }
         if constexpr (C == Coding::kPlain) continue;
-        const int first = step * kStep / p.scale_columns * kScaleBytes<C>;
-        for (int r = lane; r < Layout::kWeightRows; r += 32) {
-          const bool up = GATED && r >= kColumns;
-          const FewRowsMatrix& of = p.matrices[first_matrix + up];
-          const int d = min(column + r - up * kColumns, of.d_out - 1);
-          const auto* from = static_cast<const unsigned char*>(of.scales) +
-                             (static_cast<int64_t>(w.group) * of.d_out + d) * row_bytes;
-          for (int b = 0; b < kScaleWords * 4; b += p.piece)
-            copy_piece(scales + r * kScaleWords * 4 + b, from + min(first + b, row_bytes - p.piece), p.piece,
-                       first + b < row_bytes);
+        if constexpr (C != Coding::kAffine) {
+          if (step == 0) sources.find(p, first_matrix, w.group, column, kColumns);  // the long copies are on their way
+          sources.bring(p, scales, step);
         }
         copies_commit();
         if (++asked > later) scales_came(oldest, later), --asked;
@@ -181,15 +132,19 @@ struct FewRowsKernel {
   // Where a thread finds its part of a stage.
   struct Places {
     uint32_t words[4], scales;  // of 32 bytes of a row; of the first tile
+    uint32_t looked_at;         // of kAffine: scales of one row of the warp's 32 or 16
     XPlaces<C> x;
     __device__ __forceinline__ Places() {
       const int lane = threadIdx.x & 31, warp = threadIdx.x / 32;
 #pragma unroll
       for (int i = 0; i < 4; ++i)
         words[i] = weight_row(0, warp) * kRowBytes + (lane & 15) * kRowBytes + (((i * 2 + lane / 16) ^ (lane & 7)) << 4);
-      scales = Layout::kWeights + Layout::kX + (weight_row(0, warp) + lane / 4) * kScaleWords * 4;
+      const int row = weight_row(0, warp) + lane / 4;
+      scales = Layout::kWeights + Layout::kX + row * (C == Coding::kAffine ? 1 : kScaleWords) * 4;
+      looked_at = scales + (lane % 4 / 2 % TILES * kApart + lane % 2 * 8) * 4;
     }
   };
+  static constexpr int kPlane = Layout::kWeightRows * 4;   // of kAffine: bytes of a word of all rows of a stage
   static constexpr int kApart = GATED ? W * 16 : 16;  // rows of weights from a warp's tile to its next
   static constexpr int kTileApart = (GATED ? kApart * kBlocks<C> : kApart) * kRowBytes;  // bytes; a matrix has its blocks together
   template <int N>
@@ -213,20 +168,59 @@ struct FewRowsKernel {
     }
   };
   struct Scales {
-    uint32_t words[TILES][2][kScaleWords ? kScaleWords : 1];
+    uint32_t words[TILES][2][kScaleWords ? kScaleWords : 1];  // of kAffine those of one row, to look at
     __device__ __forceinline__ void load(uint32_t stage, const Places& places) {
       if constexpr (kScaleWords == 0) return;
+      if constexpr (C == Coding::kAffine) {
+        for (int w = 0; w < kSlots<C, G>; ++w) words[0][0][w] = lds32(stage + places.looked_at + w * kPlane);
+        return;
+      }
 #pragma unroll
       for (int t = 0; t < TILES; ++t)
 #pragma unroll
         for (int high = 0; high < 2; ++high)
           load_words(words[t][high], stage + places.scales + (t * kApart + high * 8) * kScaleWords * 4);
     }
+    // Whether some are so large, or so precise, that a decoder takes more instructions.
+    __device__ __forceinline__ bool wide(const FewRowsArgs& p, int step) const {
+      if constexpr (C != Coding::kAffine) return are_wide<C>(words);
+      const int before = (threadIdx.x & 31) / 4 * p.scale_groups, first = before + p.scale_at(step * kSlots<C, G>);
+      const int last = before + p.scale_at(step * kSlots<C, G> + kSlots<C, G> - 1);
+      const int most = AffinePlace(last, first, p.scales_narrow, false).scale_word;
+      bool any = false;
+      for (int w = 0; w < kSlots<C, G>; ++w) any |= w <= most && is_affine_wide(words[0][0][w], p.scales_narrow);
+      return any;
+    }
+  };
+  // Of kAffine: what a thread decodes a piece by.
+  template <bool WIDE>
+  struct Affine {
+    static constexpr int kGroups = C == Coding::kAffine && kLoad > G ? kLoad / G : 1;
+    AffineGroup<WIDE> groups[TILES][2][kGroups];
+    __device__ __forceinline__ void load(const FewRowsArgs& p, uint32_t stage, const Places& places, int step, int i) {
+      const uint32_t none = kThirtyTwo + static_cast<uint32_t>(-p.first) * 0x10001;
+      const int before = (threadIdx.x & 31) / 4 * p.scale_groups, first = before + p.scale_at(step * kSlots<C, G>);
+      const bool zeros = p.matrices[0].zeros;
+#pragma unroll
+      for (int g = 0; g < kGroups; ++g) {
+        const int element = before + p.scale_at(step * kSlots<C, G> + i * kLoad / G + g);
+        const AffinePlace place(element, first, p.scales_narrow, zeros);
+        const uint32_t scale = stage + places.scales + place.scale_word * kPlane;
+        const uint32_t zero = stage + places.scales + (kAffineScaleWords<kSlots<C, G>> + place.zero_word) * kPlane;
+#pragma unroll
+        for (int t = 0; t < TILES; ++t)
+#pragma unroll
+          for (int high = 0; high < 2; ++high) {
+            const int row = (t * kApart + high * 8) * 4;
+            groups[t][high][g].load(lds32(scale + row), zeros ? lds32(zero + row) : 0, place, none);
+          }
+      }
+    }
   };
 
   // Multiplies by the weights of a piece. `WIDE` says that scales are large, which costs an instruction more.
   template <int N, bool WIDE>
-  __device__ __forceinline__ void multiply_piece(const Piece<N>& piece, const Scales& scales, int i,
+  __device__ __forceinline__ void multiply_piece(const Piece<N>& piece, const Scales& scales, const Affine<WIDE>& affine, int i,
                                                  float (&sums)[TILES][N / 8][4]) const {
     const Decoder<C, G, WIDE> decoder{p.first, table};
 #pragma unroll
@@ -235,6 +229,13 @@ struct FewRowsKernel {
       if constexpr (C == Coding::kPlain) {
 #pragma unroll
         for (int k = 0; k < kLoad / 4; ++k) a[k / 4][k % 4] = piece.words[t][k / 4][k % 4];
+      } else if constexpr (C == Coding::kAffine) {
+#pragma unroll
+        for (int k = 0; k < 16; ++k) {  // a word's pairs one after the other
+          const int half = k / 8, high = k / 4 % 2, pair = k % 4;
+          const AffineGroup<WIDE>& group = affine.groups[t][high][half % Affine<WIDE>::kGroups];
+          a[half * 2 + pair / 2][pair % 2 * 2 + high] = group.pair(piece.words[t][0][half * 2 + high], pair);
+        }
       } else {
 #pragma unroll
         for (int half = 0; half < 2; ++half)
@@ -253,25 +254,28 @@ struct FewRowsKernel {
 
   // Multiplies by a stage, whose first piece is there, and reads the next stage's first piece meanwhile.
   template <int N, bool WIDE>
-  __device__ __forceinline__ void multiply_stage(FewRowsRing& ring, bool last, const Places& places, Piece<N>& ahead,
+  __device__ __forceinline__ void multiply_stage(FewRowsRing& ring, int step, const Places& places, Piece<N>& ahead,
                                                  Scales& scales_ahead, float (&sums)[TILES][N / 8][4]) const {
     const Scales scales = scales_ahead;
     const uint32_t stage = weights_at(ring.at);
+    Affine<WIDE> affine;
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const Piece<N> piece = ahead;
+      if constexpr (C == Coding::kAffine)
+        if (i * kLoad % G == 0 || G < kLoad) affine.load(p, stage, places, step, i);
       if (i < 3) {
         ahead.load(stage, places, i + 1);
       } else {
         __syncwarp();  // all lanes have read the stage before one lets it go
         mbar_arrive_if(&empty[ring.at], (threadIdx.x & 31) == 0);
         ring.next(p.stages);
-        if (!last) {
+        if (step + 1 < p.steps) {
           mbar_wait(&full[ring.at], ring.phase);
           ahead.load(weights_at(ring.at), places, 0), scales_ahead.load(weights_at(ring.at), places);
         }
       }
-      multiply_piece<N, WIDE>(piece, scales, i, sums);
+      multiply_piece<N, WIDE>(piece, scales, affine, i, sums);
     }
   }
 
@@ -282,11 +286,11 @@ struct FewRowsKernel {
     Scales scales;
     mbar_wait(&full[ring.at], ring.phase);
     ahead.load(weights_at(ring.at), places, 0), scales.load(weights_at(ring.at), places);
-    for (int step = 1; step <= p.steps; ++step) {
-      if (kWideScales<C> && __any_sync(~0u, are_wide<C>(scales.words)))
-        multiply_stage<N, true>(ring, step == p.steps, places, ahead, scales, sums);
+    for (int step = 0; step < p.steps; ++step) {
+      if (kWideScales<C> && __any_sync(~0u, scales.wide(p, step)))
+        multiply_stage<N, true>(ring, step, places, ahead, scales, sums);
       else
-        multiply_stage<N, false>(ring, step == p.steps, places, ahead, scales, sums);
+        multiply_stage<N, false>(ring, step, places, ahead, scales, sums);
     }
   }
 

@@ -78,6 +78,7 @@ inline int __float_as_int(float f) { int i; std::memcpy(&i, &f, 4); return i; }
 inline float __int_as_float(int i) { float f; std::memcpy(&f, &i, 4); return f; }
 inline void __threadfence() {}
 inline float __fmul_rn(float x, float y) { return x * y; }
+inline float __fsub_rn(float x, float y) { return x - y; }
 inline float __fadd_rn(float x, float y) { return x + y; }
 inline float rsqrtf(float x) { return 1 / std::sqrt(x); }
 inline float __fmaf_rn(float x, float y, float z) { return std::fmaf(x, y, z); }
