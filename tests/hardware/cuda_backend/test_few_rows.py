@@ -1,6 +1,7 @@
 """Products for few rows on Hopper: the bits of Mosaic's kernel in every format, in any company."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -27,25 +28,25 @@ SIZES = np.array([0, 3, 9, 17, 1, 0, 0, 40, 2, 0, 5, 8, 16, 0, 1, 4], np.int32)
 ROWS = int(SIZES.sum()) + 6
 
 
-def weights(name: str, seed: int):
-    w = jax.random.normal(jax.random.key(seed), (GROUPS, D_OUT, D_IN), jnp.bfloat16) * D_IN**-0.5
+def weights(name: str, seed: int, groups: int = GROUPS):
+    w = jax.random.normal(jax.random.key(seed), (groups, D_OUT, D_IN), jnp.bfloat16) * D_IN**-0.5
     return jax.jit(FORMATS.get(name, lambda w: w))(w)
 
 
-def grouped(kind: str, group: int, seed: int = 1) -> CodedWeight:
+def grouped(kind: str, group: int, seed: int = 1, groups: int = GROUPS) -> CodedWeight:
     """Return int4 weights as libraries store them, whatever they stand for: any codes and scales.
 
     "half" are float16's scales in float32, "full" other float32 ones; "zeros" has zero points.
     """
     dtype, zeros = kind.split()[0], kind.endswith("zeros")
     keys = jax.random.split(jax.random.key(seed), 3)
-    by_group = (GROUPS, D_OUT, D_IN // group)
+    by_group = (groups, D_OUT, D_IN // group)
     scales = (jax.random.uniform(keys[1], by_group) + 0.01) * D_IN**-0.5 / 4
     if dtype == "half":  # subnormal ones too
         smaller = jax.random.randint(keys[2], by_group, 0, 9)
         scales = (scales * jnp.exp2(-smaller.astype(jnp.float32))).astype(jnp.float16)
     scales = scales.astype(jnp.bfloat16 if dtype == "bfloat16" else jnp.float32)
-    codes = jax.random.bits(keys[0], (GROUPS, D_OUT, D_IN // 2), jnp.uint8)
+    codes = jax.random.bits(keys[0], (groups, D_OUT, D_IN // 2), jnp.uint8)
     points = jax.random.bits(keys[2], by_group, jnp.uint8) & 15 if zeros else None
     return CodedWeight(
         codes, scales, points, UNSIGNED if zeros else SIGNED, jnp.dtype(jnp.bfloat16)
@@ -131,6 +132,21 @@ def test_int4_of_any_library_has_the_bits_of_its_values(kind, group):
     check_against_plain(gated_matmul, x[: 4 * GROUPS], [w, up], few)
     for count in (1, 64):
         check_against_plain(grouped_matmul, x[:count], [w[:1]], jnp.array([count], jnp.int32))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", [*FORMATS, "bfloat16", "half zeros"])
+def test_several_tiles_a_cta_have_the_bits_of_their_values(name):
+    """128 experts employ each CTA several times, in each of many launches."""
+    some, named = np.random.default_rng(0).integers(0, 128, 512), name in FORMATS
+    sizes = jnp.asarray(np.bincount(some, minlength=128), jnp.int32)
+    made = [weights(name, s, 128) if named else grouped(name, 64, s, 128) for s in (1, 2)]
+    x = jax.random.normal(jax.random.key(9), (512, D_IN), jnp.bfloat16)
+    for op, ws, rest in ((grouped_matmul, made[:1], (sizes, None)), (gated_matmul, made, (sizes,))):
+        want = op(x, *(w.plain() for w in ws), *rest, implementation="pallas_gpu")
+        product = jax.jit(functools.partial(op, implementation="cuda"))
+        for _ in range(20):
+            same_bits(product(*laid([x, *ws]), *rest), want)
 
 
 @pytest.mark.gpu
