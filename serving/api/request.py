@@ -83,6 +83,7 @@ class OutputDelta(NamedTuple):
     retryable: bool = False  # the same request may succeed later (HTTP 503)
     adapter: str | None = None  # that served it, with its version where it has one
     head: HeadAnswer | None = None  # of its adapter's task head, if that was asked
+    bad_request: bool = False  # the request is why, and fails whenever it is sent (HTTP 400)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -303,6 +304,15 @@ class SequenceResult(NamedTuple):
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()  # for tokens start + 1 .. of the prompt
     head: Any = None  # float32 [width], logits of the task head; token_id says if they are bad
     more: tuple["SequenceResult", ...] = ()
+
+
+class Failure(NamedTuple):
+    """A sequence that ends with an error, and why; the flags are those of `OutputDelta`."""
+
+    sequence: Sequence
+    why: str
+    retryable: bool = False
+    bad_request: bool = False
 
 
 class Progress(NamedTuple):

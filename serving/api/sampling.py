@@ -231,11 +231,6 @@ class Sampling:
             or self.frequency_penalty != 0.0
         )
 
-    @property
-    def bars_tokens(self) -> bool:
-        """True if some tokens cannot be chosen, so that none may be left."""
-        return self.allowed_token_ids is not None or bool(self.bad_words)
-
     def check_vocab(self, vocab_size: int) -> None:
         """Raise ValueError for a token id the model does not have."""
         for field, ids in (

@@ -25,6 +25,7 @@ from serving.steps.sampler import (
     keep_allowed,
     score,
     unscored,
+    why_none,
 )
 from serving.steps.token_masks import TokenMasks, mask_rows
 
@@ -133,7 +134,9 @@ def _draw(
     row: Row,
 ) -> Int[Array, ""]:
     """Return a token drawn from the kept ones, or the most likely one of a greedy row."""
-    return jnp.where(row.temperature > 0, draw_scaled(kept, position, row), argmax(logits))
+    best, drawn = argmax(logits), draw_scaled(kept, position, row)
+    drawn = jnp.where(drawn < 0, why_none(best), drawn)
+    return jnp.where(row.temperature > 0, drawn, best)
 
 
 def _scaled(

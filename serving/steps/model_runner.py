@@ -316,7 +316,7 @@ class ModelRunner:
     def read(self, step: InFlightStep) -> list[SequenceResult]:
         """Wait for a step and return a result for each chunk, in the plan's order.
 
-        A token_id of INVALID_TOKEN means that the logits of a row or a head were not finite. Raises
+        A token_id of INVALID_TOKEN or NO_TOKEN (see the sampler): there is no token. Raises
         RuntimeError when the devices of a split have lost each other.
         """
         arrays, chunks = HostArrays(step), zip(step.plan.chunks, step.first_rows, strict=True)

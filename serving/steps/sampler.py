@@ -27,6 +27,7 @@ from serving.steps.device_state import Row, RowState, row_of
 from serving.steps.token_masks import TokenMasks, mask_row
 
 INVALID_TOKEN = -1  # the logits of the row are not finite numbers
+NO_TOKEN = -2  # each token of the row is barred
 
 
 @jax.tree_util.register_dataclass
@@ -50,7 +51,7 @@ class Sampled:
     Rows at or after num_rows, and log-probabilities that no one asked for, are zero.
     """
 
-    token_ids: Int[Array, "*rows"]  # sampled, or the target; INVALID_TOKEN on bad logits
+    token_ids: Int[Array, "*rows"]  # sampled, or the target; INVALID_TOKEN, NO_TOKEN: neither
     logprobs: Float[Array, "*rows"]  # of token_ids
     ranks: Int[Array, "*rows"]  # 1 + number of tokens that are more likely
     top_ids: Int[Array, "*rows top"]  # most likely first, the lower id first on a tie
@@ -210,13 +211,14 @@ def _draw(logits: Float[Array, "vocab"], position: Int[Array, ""], row: Row) -> 
     scaled = lax.cond(row.min_p > 0, lambda: keep_min_p(scaled, row.min_p), lambda: scaled)
     scaled = lax.cond(row.top_k > 0, lambda: keep_top_k(scaled, row.top_k), lambda: scaled)
     scaled = lax.cond(row.top_p < 1, lambda: keep_top_p(scaled, row.top_p), lambda: scaled)
-    return draw_scaled(scaled, position, row)
+    token = draw_scaled(scaled, position, row)
+    return lax.cond(token < 0, lambda: why_none(argmax(logits)), lambda: token)
 
 
 def draw_scaled(
     scaled: Float[Array, "vocab"], position: Int[Array, ""], row: Row
 ) -> Int[Array, ""]:
-    """Return argmax(scaled + Gumbel noise of (seed, position))."""
+    """Return argmax(scaled + Gumbel noise of (seed, position)), INVALID_TOKEN if there is none."""
     key = jax.random.wrap_key_data(row.key, impl="threefry2x32")
     noise = jax.random.gumbel(jax.random.fold_in(key, position), scaled.shape, jnp.float32)
     finite = jnp.isfinite(jnp.max(scaled))
@@ -224,11 +226,21 @@ def draw_scaled(
 
 
 def argmax(values: Float[Array, "vocab"]) -> Int[Array, ""]:
-    """Return the first index of the largest value, INVALID_TOKEN when that is not finite.
+    """Return the first index of the largest value.
 
-    Two simple reductions: XLA's argmax on a CPU takes several times as long.
+    That is INVALID_TOKEN if a value is NaN or +inf, and NO_TOKEN if all are -inf. Two simple
+    reductions: XLA's argmax on a CPU takes several times as long.
     """
     top = jnp.max(values)
     indices = lax.iota(jnp.int32, values.shape[0])
     first = jnp.min(jnp.where(values == top, indices, values.shape[0]))
-    return jnp.where(jnp.isfinite(top), first, INVALID_TOKEN)
+    why = jnp.where(top == -jnp.inf, NO_TOKEN, INVALID_TOKEN)
+    return jnp.where(jnp.isfinite(top), first, why)
+
+
+def why_none(best: Int[Array, ""]) -> Int[Array, ""]:
+    """Return why nothing could be drawn, by `argmax` of the logits that it was drawn from.
+
+    What keeps the likely tokens leaves none where a logit is not finite, as if all were barred.
+    """
+    return jnp.minimum(best, INVALID_TOKEN)

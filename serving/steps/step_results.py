@@ -176,7 +176,7 @@ class HostArrays:
         drawn, count = self.token_ids[row : row + chunk.num_samples], 0
         while count < len(chunk.drafts) and drawn[count] == chunk.drafts[count]:
             count += 1
-        return count - (count > 0 and drawn[count] == INVALID_TOKEN)
+        return count - (count > 0 and drawn[count] < 0)
 
     def _sample(
         self,

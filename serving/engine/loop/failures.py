@@ -2,10 +2,10 @@
 
 import logging
 from collections.abc import Iterable
-from typing import NamedTuple
 
-from serving.api.request import Sequence, SequenceResult, SequenceState, StepPlan
-from serving.steps.sampler import INVALID_TOKEN
+from serving.api.request import Failure, Sequence, SequenceResult, SequenceState, StepPlan
+from serving.api.sampling import Sampling
+from serving.steps.sampler import INVALID_TOKEN, NO_TOKEN
 
 logger = logging.getLogger(__name__)
 
@@ -18,17 +18,9 @@ _LATE_MASKS = "The answer's token masks came more than 20 s late, as after a pau
 _SERVER_FAILED = "The LoRA Server did not answer for the adapter {name!r}; try again."
 _NOT_FINITE = "The model's logits are not finite numbers."
 _NONE_LEFT = (
-    "No token may come next, or the model's logits are not finite numbers: allowed_token_ids and "
-    "bad_words bar all tokens that min_tokens and structured_outputs leave."
+    "{bars}: no token is left that may come next, after {count} tokens of the answer. Allow other "
+    "tokens too, or ask for fewer with max_tokens."
 )
-
-
-class Failure(NamedTuple):
-    """A sequence, and why it ended."""
-
-    sequence: Sequence
-    why: str
-    retryable: bool = False
 
 
 def of_late_masks(plan: StepPlan) -> list[Failure]:
@@ -53,9 +45,28 @@ def of_lost_server(sequences: Iterable[Sequence]) -> list[Failure]:
 
 def of_bad_logits(results: Iterable[SequenceResult]) -> list[Failure]:
     """Return the sequences whose rows had no token to draw; void results have none."""
-    bad = [one.chunk.sequence for one in results if one.token_id == INVALID_TOKEN]
+    bad = [one for one in results if one.token_id in (INVALID_TOKEN, NO_TOKEN)]
     return [
-        Failure(one, _NONE_LEFT if one.request.sampling.bars_tokens else _NOT_FINITE)
+        _of_row(one.chunk.sequence, one.token_id)
         for one in bad
-        if not one.num_discarded
+        if not one.chunk.sequence.num_discarded
     ]
+
+
+def _of_row(sequence: Sequence, why: int | None) -> Failure:
+    """Return the failure of a sequence whose row gave INVALID_TOKEN or NO_TOKEN."""
+    if why != NO_TOKEN:
+        return Failure(sequence, _NOT_FINITE)
+    count = len(sequence.token_ids) - sequence.num_prompt
+    bars = _bars(sequence.request.sampling, count)
+    if not bars:
+        return Failure(sequence, _NOT_FINITE)
+    message = _NONE_LEFT.format(bars=" and ".join(bars), count=count)
+    return Failure(sequence, message, bad_request=True)
+
+
+def _bars(sampling: Sampling, count: int) -> list[str]:
+    """Return the fields of a request that bar tokens after `count` tokens of its answer."""
+    fields = ("allowed_token_ids", "bad_words", "structured_outputs")
+    bars = [name for name in fields if getattr(sampling, name)]
+    return [*bars, "min_tokens"] if bars and count < sampling.min_tokens else bars

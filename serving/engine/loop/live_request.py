@@ -34,6 +34,7 @@ class LiveRequest:
         self._num_open = len(self._choices)
         self._first_token_s: float | None = None
         self._counted = False  # whether the metrics know of the prompt
+        self._is_bad_request = False  # of a choice that ended with an error
 
     @property
     def done(self) -> bool:
@@ -81,7 +82,13 @@ class LiveRequest:
         self.request.on_output(delta)
 
     def end(
-        self, sequence: Sequence, reason: FinishReason, error: str | None, *, retryable: bool
+        self,
+        sequence: Sequence,
+        reason: FinishReason,
+        error: str | None,
+        *,
+        retryable: bool = False,
+        bad_request: bool = False,
     ) -> None:
         """Send the last delta of a choice that ends from outside; ended ones stay as they are."""
         choice = self._choices[sequence.index]
@@ -89,7 +96,9 @@ class LiveRequest:
             return
         choice.finish_reason = reason  # first: a callback that raises must not be called again
         self._num_open -= 1
-        self.request.on_output(choice.last_delta(reason, error, retryable))
+        self._is_bad_request |= bad_request
+        delta = choice.last_delta(reason, error, retryable)
+        self.request.on_output(delta._replace(bad_request=bad_request))
 
     def summary(self, now: float) -> FinishedRequest:
         """Return what the metrics say of the request when all choices have ended."""
@@ -108,6 +117,7 @@ class LiveRequest:
             finished_s=now,
             preemptions=sum(s.num_preemptions for s in sequences),
             tier=self.request.tier,
+            bad_request=self._is_bad_request,
             logprob_sum=sum(choice.logprob_sum for choice in self._choices),
             num_logprobs=sum(choice.num_logprobs for choice in self._choices),
         )
@@ -165,6 +175,7 @@ class _Choice:
             False,  # retryable
             request.adapter,
             None,  # head
+            False,  # bad_request
         )
         return tuple.__new__(OutputDelta, fields)
 

@@ -81,6 +81,7 @@ class LiveRequests:
         error: str | None = None,
         *,
         retryable: bool = False,
+        bad_request: bool = False,
     ) -> None:
         """Tell the caller that a sequence, already finished for the scheduler, has ended."""
         if (live := self._of(sequence)) is None:
@@ -88,7 +89,7 @@ class LiveRequests:
         if live.unfinished() == [sequence]:
             self._release(live)
         try:
-            live.end(sequence, reason, error, retryable=retryable)
+            live.end(sequence, reason, error, retryable=retryable, bad_request=bad_request)
         except Exception:
             logger.exception("Request %s failed.", live.request.request_id)
             self._fail(live, _NO_OUTPUT)

@@ -16,7 +16,6 @@ from lora_jax.adapters.registry import AdapterEntry
 from serving.api.request import EngineDead, FinishReason, Request, Sequence, SequenceState, StepPlan
 from serving.engine.loop import failures
 from serving.engine.loop.cold_programs import run_cold
-from serving.engine.loop.failures import Failure
 from serving.engine.loop.live_request import LiveRequest
 from serving.engine.loop.live_requests import LiveRequests
 from serving.engine.loop.loop_parts import AbstractTurns, LoopParts
@@ -60,8 +59,8 @@ class EngineLoop:
         self._live = LiveRequests(self._lock, *books, parts.traces)
         self._flying: InFlightStep | None = None
         self._planned: _Planned | None = None  # made while the step before waits for its masks
-        self._failed: list[tuple[Sequence, str]] = []  # by the masks of the step that flies
-        self._untold: list[Failure] = []  # whose callers do not know yet
+        self._failed: list[failures.Failure] = []  # by the masks of the step that flies
+        self._untold: list[failures.Failure] = []  # whose callers do not know yet
         self._early: list[Progress] | None = None  # of a step that was read before the next went
         self._heartbeat_s = time.monotonic()
         self._num_dispatched = 0
@@ -255,7 +254,7 @@ class EngineLoop:
             message = failures.ADAPTER_WAIT.format(name=sequence.request.adapter)
             self._live.end(sequence, FinishReason.ERROR, message, retryable=True)
 
-    def _fail(self, failed: Iterable[Failure]) -> None:
+    def _fail(self, failed: Iterable[failures.Failure]) -> None:
         """End sequences, of which callers are told with the next tokens; under the lock."""
         for one in failed:
             if one.sequence.state is not SequenceState.FINISHED:
@@ -366,7 +365,7 @@ class EngineLoop:
         if self._parts.turns is not None and self._alone[0] is step:
             prompts = sum(c.sequence.num_prompt == c.start + c.num_tokens for c in step.plan.chunks)
             self._parts.turns.ran(prompts, self._alone[1], time.monotonic())
-        failed, self._failed = [Failure(*one) for one in self._failed], []
+        failed, self._failed = self._failed, []
         if step.plan.is_bound and self._parts.runner.was_late(step):
             failed = failures.of_late_masks(step.plan)
         lost = self._parts.residencies.affected_by(step.remote_status)
@@ -384,7 +383,8 @@ class EngineLoop:
         """Tell callers what failed, and give the others their tokens."""
         untold, self._untold = self._untold, []
         for one in untold:
-            self._live.end(one.sequence, FinishReason.ERROR, one.why, retryable=one.retryable)
+            kind = {"retryable": one.retryable, "bad_request": one.bad_request}
+            self._live.end(one.sequence, FinishReason.ERROR, one.why, **kind)
         num_generated, now = 0, time.monotonic()
         for one in progress:
             num_generated += one.result.token_id is not None

@@ -36,10 +36,14 @@ class FinishedRequest:
     logprob_sum: float = 0.0  # of the answers' tokens, where they were asked for
     num_logprobs: int = 0
     tier: str = ""  # where the adapter was when the request was queued
+    bad_request: bool = False  # an error of the request alone
 
     def outcome(self) -> Outcome | None:
-        """Return what a rollout's guard looks at; None for a request that its client ended."""
-        if "abort" in self.reasons:
+        """Return what a rollout's guard looks at.
+
+        None for a request that its client ended, or that no version could have answered.
+        """
+        if "abort" in self.reasons or self.bad_request:
             return None
         first = self.first_token_s
         return Outcome(

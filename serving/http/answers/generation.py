@@ -16,7 +16,7 @@ from serving.http.access.auth import limited
 from serving.http.access.keys import Caller
 from serving.http.access.rates import TokenBudget
 from serving.http.answers.silence import Silence
-from serving.http.errors import ApiError, scrub
+from serving.http.errors import ApiError, from_exception, scrub
 from serving.http.interface import AbstractEngine
 from serving.http.requests.prompts import Prompt
 from serving.runtime.mailbox import Inbox, Mailbox
@@ -248,8 +248,10 @@ class Generation:
 
     def _note(self, delta: OutputDelta) -> None:
         if delta.finish_reason is FinishReason.ERROR:
-            message = scrub(delta.error or "The request failed.")
-            raise ApiError(503 if delta.retryable else 500, message)
+            message = delta.error or "The request failed."
+            if delta.bad_request:
+                raise from_exception(ValueError(message))
+            raise ApiError(503 if delta.retryable else 500, scrub(message))
         if delta.finish_reason is not None and delta.request_id in self._running:
             self._running[delta.request_id] -= 1
             if not self._running[delta.request_id]:

@@ -112,7 +112,8 @@ class ResponseAnswer(AbstractAnswer):
 
     def failed(self, error: ApiError) -> list[Event]:
         self._end("failed", False)
-        self._response["error"] = {"code": "server_error", "message": error.message}
+        code = "invalid_prompt" if error.status == 400 else "server_error"
+        self._response["error"] = {"code": code, "message": error.message}
         return self.last()
 
     def _numbered(self, events: Any) -> list[Event]:

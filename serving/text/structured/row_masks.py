@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from serving.api.request import Sequence, SequenceState, StepPlan
+from serving.api.request import Failure, Sequence, SequenceState, StepPlan
 from serving.api.sampling import Sampling
 
 if TYPE_CHECKING:
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _TOO_HARD = "The answer's grammar cannot go on: {why}"
+_PAST_LIMITS = ("too many", "; max is")  # in an error of llguidance: the grammar is the cause
 _FEW = 4  # rows that one thread masks
 THREADS = 4  # at most beside a step that the CPU computes: threads without work look for some
 # At most beside a device: near a string's greatest length a row takes 3 ms, others 0.1. Of 64 bound
@@ -61,7 +62,7 @@ class Filling:
     rows: list[BoundRow] = dataclasses.field(default_factory=list)
     held: list[int] = dataclasses.field(default_factory=list)  # masks without the model's ends
     counted: list[BoundRow] = dataclasses.field(default_factory=list)  # rows with min_tokens
-    failed: list[tuple[Sequence, str]] = dataclasses.field(default_factory=list)
+    failed: list[Failure] = dataclasses.field(default_factory=list)
     num_masks: int = 0
     job: Future[None] | None = None
 
@@ -99,7 +100,7 @@ class RowMasks:
             filling.job = self._in_thread(lambda: self._fill(filling))
         return filling
 
-    def finish(self, filling: Filling, row_to_mask: np.ndarray) -> list[tuple[Sequence, str]]:
+    def finish(self, filling: Filling, row_to_mask: np.ndarray) -> list[Failure]:
         """Wait for the masks and write which logit row has which.
 
         Returns sequences that cannot go on, with the reason; their rows are not masked. After a
@@ -117,7 +118,7 @@ class RowMasks:
         words: np.ndarray,
         row_to_mask: np.ndarray,
         told: Callable[[], None],
-    ) -> list[tuple[Sequence, str]]:
+    ) -> list[Failure]:
         """Begin what `start` and `finish` do; `told` is called at the end, by any thread.
 
         The list that is returned has its sequences by then.
@@ -165,7 +166,7 @@ class RowMasks:
         except Exception as error:
             logger.exception("Masks could not be made.")
             why = _TOO_HARD.format(why=error)
-            filling.failed += [(sequence, why) for sequence, *_ in filling.rows]
+            filling.failed += [Failure(sequence, why) for sequence, *_ in filling.rows]
             filling.rows = []  # finish has none to assign
 
     def _fill_here(self, filling: Filling) -> None:
@@ -229,7 +230,7 @@ class RowMasks:
         """Write which logit row has which mask; where no token fits, the matcher has an error."""
         for sequence, state, first, place, _, drafts in filling.rows:
             if state.matcher.is_error():
-                filling.failed.append((sequence, _why(state.matcher)))
+                filling.failed.append(_failure(sequence, state.matcher))
             elif drafts:
                 for ahead in range(1 + _num_allowed(drafts, filling.words[place:])):
                     row_to_mask[first + ahead] = place + ahead
@@ -313,14 +314,14 @@ def _filling(plan: StepPlan, first_rows: SequenceOf[int], words: np.ndarray) -> 
     return filling
 
 
-def _start(sequence: Sequence, failed: list[tuple[Sequence, str]]) -> GrammarState | None:
+def _start(sequence: Sequence, failed: list[Failure]) -> GrammarState | None:
     """Begin a sequence's grammar; None if that fails, with the reason in `failed`."""
     sampling = sequence.request.sampling
     try:
         matcher = sequence.request.grammar.start()
     except Exception as error:
         logger.exception("A grammar could not start.")
-        failed.append((sequence, _TOO_HARD.format(why=error)))
+        failed.append(Failure(sequence, _TOO_HARD.format(why=error)))
         return None
     holds = sampling.ignore_eos, sampling.min_tokens > 0
     state = sequence.grammar_state = GrammarState(matcher, sequence.num_prompt, *holds)
@@ -368,5 +369,8 @@ def _num_allowed(drafts: SequenceOf[int], masks: np.ndarray) -> int:
     return len(drafts)
 
 
-def _why(matcher: "LLMatcher") -> str:
-    return _TOO_HARD.format(why=matcher.get_error().splitlines()[0])
+def _failure(sequence: Sequence, matcher: "LLMatcher") -> Failure:
+    """Return the failure of a sequence whose matcher has an error."""
+    why = matcher.get_error().splitlines()[0]
+    is_past_limit = any(words in why for words in _PAST_LIMITS)
+    return Failure(sequence, _TOO_HARD.format(why=why), bad_request=is_past_limit)

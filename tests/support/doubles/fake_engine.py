@@ -185,7 +185,8 @@ class FakeGrammars(dict):
 class FakeEngine:
     """Answers every request with letters that depend on prompt, adapter, choice and place.
 
-    Clear `open` to hold all output back; `fail` makes the next request end in that error.
+    Clear `open` to hold all output back; `fail` makes the next request end in that error,
+    which may be retryable or the request's own.
     """
 
     def __init__(self, lora_dir: Path | None = None, max_model_len: int = 64):
@@ -207,7 +208,7 @@ class FakeEngine:
         self.open.set()
         self.queue_limit = 10_000
         self.alive = True
-        self.fail: tuple[str, bool] | None = None
+        self.fail: tuple[str, bool] | tuple[str, bool, bool] | None = None
         self.submitted: list[SimpleNamespace] = []
         self.aborted: list[str] = []
         self.running: set[str] = set()
@@ -259,9 +260,8 @@ class FakeEngine:
                 if given.id not in self.running:
                     return
                 if fail and delta.finish_reason:
-                    delta = delta._replace(
-                        finish_reason=FinishReason.ERROR, error=fail[0], retryable=fail[1]
-                    )
+                    kind = {"retryable": fail[1], "bad_request": any(fail[2:])}
+                    delta = delta._replace(finish_reason=FinishReason.ERROR, error=fail[0], **kind)
                 if delta.finish_reason and index == given.sampling.n - 1:
                     self.running.discard(given.id)  # before anybody learns of the end
                 on_output(delta)

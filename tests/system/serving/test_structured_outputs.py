@@ -207,9 +207,24 @@ def test_barred_words_and_a_grammar_bind_together(engine, client):
     body = {"model": "law", "prompt": "x", "temperature": 1.0, "seed": 1, **binary}
     answer = client.post("/v1/completions", json={**body, "bad_words": ["Q"]}).json()
     assert answer["choices"][0]["text"] == "77777"
-    with pytest.raises(RequestFailed, match="No token may come next"):
+    with pytest.raises(RequestFailed, match="bad_words and structured_outputs: no token is left"):
         engine.generate("x", sampling=Sampling(**binary, bad_words=["7", "Q"]))
     assert engine.generate("x", sampling=FREE[0])[0].outputs[0].token_ids
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_tokens_that_are_all_barred_at_a_later_step_are_a_bad_request(engine, client, temperature):
+    """By a word of two tokens, of which one is the only token that may come."""
+    seven = client.post("/tokenize", json={"prompt": "77"}).json()["tokens"][-1]
+    body = {"model": "law", "prompt": "x", "temperature": temperature, "max_tokens": 9}
+    barred = {"allowed_token_ids": [seven], "bad_words": ["77"]}
+    answer = client.post("/v1/completions", json={**body, **barred})
+    error = answer.json()["error"]
+    assert (answer.status_code, error["code"], error["param"]) == (400, 400, "allowed_token_ids")
+    assert "after 1 tokens of the answer" in error["message"]
+    assert client.post("/v1/completions", json={**body, **barred, "max_tokens": 1}).json()
+    assert client.post("/v1/completions", json=body).status_code == 200
+    settle(engine)
 
 
 def test_a_bound_answer_has_the_same_bits_alone_and_preempted_in_a_crowd(engine):

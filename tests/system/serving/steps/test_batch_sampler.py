@@ -71,6 +71,19 @@ def test_bad_logits_give_no_token_in_any_branch(row, bad):
     assert got.token_ids[1] >= 0
 
 
+@pytest.mark.parametrize("bad", [None, np.nan])
+def test_a_row_without_tokens_is_told_from_bad_logits(bad):
+    """Whatever keeps the likely ones, which takes both for logits without any."""
+    fields = ({"temperature": 0.0}, {"temperature": 0.9}, {"top_k": 3}, {"top_p": 0.5})
+    rows = [Sampling(allowed_token_ids=[9], **more) for more in fields]
+    logits = make_logits(len(rows))
+    logits[:, 9] = logits[:, 9] if bad is None else bad
+    state = make_state(rows, bad_words=((9,),) if bad is None else ())
+    got = check_same(logits, state, range(len(rows)))
+    want = sampler.NO_TOKEN if bad is None else sampler.INVALID_TOKEN
+    assert got.token_ids[: len(rows)].tolist() == [want] * len(rows)
+
+
 def test_rows_of_an_ended_sequence_ask_for_nothing():
     """Padding rows name row 0 of the state, whose wishes must not count."""
     logits = make_logits(1, ties=False)

@@ -115,7 +115,7 @@ def test_the_bars_hold_whatever_the_other_processors_do():
 
 def test_where_no_token_is_left_none_is_taken():
     state = make_state([Sampling(temperature=0.0, allowed_token_ids=[9])], bad_words=((9,),))
-    assert run(make_logits(1), state, [0]).token_ids == sampler.INVALID_TOKEN
+    assert run(make_logits(1), state, [0]).token_ids == sampler.NO_TOKEN
 
 
 def test_penalties_tell_prompt_from_output():

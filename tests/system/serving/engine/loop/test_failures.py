@@ -12,7 +12,7 @@ from serving.api.request import (
 )
 from serving.api.sampling import Sampling
 from serving.engine.loop import failures
-from serving.steps.sampler import INVALID_TOKEN
+from serving.steps.sampler import INVALID_TOKEN, NO_TOKEN
 
 
 def sequence(*, bound=False, state=SequenceState.RUNNING, discarded=0, adapter=None, **fields):
@@ -39,15 +39,25 @@ def test_late_masks_end_the_rows_that_drew_without_theirs_and_no_other(caplog):
 
 def test_bad_logits_end_their_rows_but_void_results():
     rows = [sequence(), sequence(bad_words=["x"]), sequence(discarded=1), sequence()]
-    tokens = [INVALID_TOKEN] * 3 + [5]
+    tokens = [NO_TOKEN, INVALID_TOKEN, INVALID_TOKEN, 5]
     results = [
         SequenceResult(ScheduledChunk(one, 1, 1, True), token)
         for one, token in zip(rows, tokens, strict=True)
     ]
     found = failures.of_bad_logits(results)
-    assert [(one.sequence, one.retryable) for one in found] == [(rows[0], False), (rows[1], False)]
-    assert found[0].why == "The model's logits are not finite numbers."
-    assert "bad_words" in found[1].why
+    why = "The model's logits are not finite numbers."
+    assert found == [failures.Failure(one, why) for one in rows[:2]]
+
+
+def test_barred_tokens_are_the_fault_of_the_request_which_reads_the_fields():
+    barred = sequence(allowed_token_ids=[3], bad_words=["x"], min_tokens=3, max_tokens=9)
+    barred.token_ids += [3, 3]
+    (found,) = failures.of_bad_logits(
+        [SequenceResult(ScheduledChunk(barred, 3, 1, True), NO_TOKEN)]
+    )
+    assert (found.sequence, found.retryable, found.bad_request) == (barred, False, True)
+    assert found.why.startswith("allowed_token_ids and bad_words and min_tokens: no token is left")
+    assert "after 2 tokens of the answer" in found.why
 
 
 def test_a_lost_server_is_named_by_the_adapter():

@@ -137,9 +137,21 @@ def test_an_end_from_outside_gives_what_was_held_back_once(tokenizer):
     assert "".join(delta.text for delta in case.deltas) == "ab"
     assert case.deltas[-1].finish_reason is FinishReason.ABORT
     assert case.live.unfinished() == case.sequences[:1]
+    assert case.live.summary(9.0).outcome() is None  # ended by its caller
     case.live.end(case.sequences[0], FinishReason.ERROR, "why", retryable=True)
     assert (case.deltas[-1].error, case.deltas[-1].retryable) == ("why", True)
     assert case.live.done
+
+
+@pytest.mark.parametrize("bad_request", [False, True])
+def test_an_error_that_the_request_asked_for_is_no_outcome_of_its_adapter(tokenizer, bad_request):
+    case = Case(tokenizer, Sampling())
+    case.say("a")
+    case.live.end(case.sequences[0], FinishReason.ERROR, "why", bad_request=bad_request)
+    assert case.deltas[-1].bad_request is bad_request
+    outcome = case.live.summary(9.0).outcome()
+    assert (outcome is None) is bad_request
+    assert bad_request or outcome.failed
 
 
 def test_times_and_counts_reach_the_metrics(tokenizer):

@@ -25,7 +25,7 @@ class Live:
             ending(self, self.sequence, True)
         self.on_told()
 
-    def end(self, sequence, reason, error, *, retryable):
+    def end(self, sequence, reason, error, *, retryable, bad_request=False):
         self.told.append((reason, error, retryable))
         self.done = True
         self.on_told()

@@ -70,6 +70,17 @@ def test_an_error_before_any_answer_is_a_status(client, engine, retryable):
     assert client.post("/v1/completions", json=BODY | {"stream": False}).status_code == 200
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_error_of_the_request_itself_is_not_the_servers(client, engine, stream):
+    engine.fail = ("bad_words: no token is left", False, True)
+    answer = client.post("/v1/completions", json=BODY | {"stream": stream})
+    said = answer.text.split("\n\n")[-3].removeprefix("data: ") if stream else answer.text
+    error = json.loads(said)["error"]
+    assert answer.status_code == (200 if stream else 400)
+    assert (error["code"], error["type"]) == (400, "BadRequestError")
+    assert (error["param"], error["message"]) == ("bad_words", "bad_words: no token is left")
+
+
 def test_a_client_that_goes_in_mid_stream_aborts_its_requests(client, engine):
     engine.open.clear()
     body = BODY | {"prompt": ["a", "b"], "n": 2}

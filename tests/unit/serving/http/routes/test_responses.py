@@ -144,12 +144,15 @@ def test_logprobs_belong_to_the_text(saying):
     assert [entry for e in deltas for entry in e["logprobs"]] == part["logprobs"]
 
 
-def test_a_stream_that_fails_says_so_in_its_last_event(client, engine):
-    engine.fail = ("broke at /srv/x/y", False)
+@pytest.mark.parametrize(
+    ("is_bad_request", "code"), [(False, "server_error"), (True, "invalid_prompt")]
+)
+def test_a_stream_that_fails_says_so_in_its_last_event(client, engine, is_bad_request, code):
+    engine.fail = ("broke at /srv/x/y", False, is_bad_request)
     last = events_of(client, max_output_tokens=3)[-1]
     assert last["type"] == "response.failed"
     assert last["response"]["status"] == "failed"
-    assert last["response"]["error"] == {"code": "server_error", "message": "broke at y"}
+    assert last["response"]["error"] == {"code": code, "message": "broke at y"}
 
 
 def test_an_abort_is_an_incomplete_response(saying):

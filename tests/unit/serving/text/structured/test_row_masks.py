@@ -121,8 +121,9 @@ def test_tokens_outside_of_the_grammar_fail_their_sequence_alone(sequence):
     bad, good = sequence(row=0), sequence(row=1)
     bad.token_ids.append(token_of("X"))
     allowed, failed = fill(plan_of(bad, good))
-    assert [one for one, _ in failed] == [bad]
-    assert "grammar" in failed[0][1]
+    assert [one.sequence for one in failed] == [bad]
+    assert "grammar" in failed[0].why
+    assert not failed[0].bad_request  # the mask before did not hold
     assert allowed[:2] == [None, {token_of("Q")}]
 
 
@@ -138,7 +139,8 @@ def test_a_grammar_that_runs_out_of_states_fails_its_sequence(sequence, tokenize
             break
         one.token_ids.append(token_of("Q"))
     assert failed
-    assert "too many states" in failed[0][1]
+    assert "too many states" in failed[0].why
+    assert failed[0].bad_request
 
 
 def test_a_grammar_that_cannot_start_fails_its_sequence_alone(sequence):
@@ -147,13 +149,14 @@ def test_a_grammar_that_cannot_start_fails_its_sequence_alone(sequence):
     object.__setattr__(bad.request, "grammar", broken)
     allowed, failed = fill(plan_of(bad, good))
     assert allowed[:2] == [None, {token_of("Q")}]
-    assert [one for one, _ in failed] == [bad]
-    assert "grammar cannot go on: division by zero" in failed[0][1]
+    assert [one.sequence for one in failed] == [bad]
+    assert not failed[0].bad_request
+    assert "grammar cannot go on: division by zero" in failed[0].why
     masks, told = RowMasks(ENDS), []
     words, row_to_mask = np.zeros((2, WORDS), np.int32), np.full(2, -1, np.int32)
     step = plan_of(bad, good), [0, 1]
     failed = masks.post(*step, words, row_to_mask, lambda: told.append(row_to_mask.tolist()))
-    assert [one for one, _ in failed] == [bad]
+    assert [one.sequence for one in failed] == [bad]
     assert told == [[-1, 0]]
 
 
@@ -163,10 +166,10 @@ def test_masks_that_cannot_be_made_fail_their_sequences_and_the_step_goes_on(seq
     words, row_to_mask = np.zeros((1, WORDS), np.int32), np.full(1, -1, np.int32)
     step = plan_of(one), [0]
     failed = masks.post(*step, words, row_to_mask, lambda: told.append(row_to_mask.tolist()))
-    assert [sequence for sequence, _ in failed] == [one]
+    assert [bad.sequence for bad in failed] == [one]
     assert told == [[-1]]
     filling = masks.start(*step, words)
-    assert [sequence for sequence, _ in masks.finish(filling, row_to_mask)] == [one]
+    assert [bad.sequence for bad in masks.finish(filling, row_to_mask)] == [one]
 
 
 def drafted(sequence, *texts):
@@ -210,8 +213,8 @@ def test_a_grammar_that_cannot_go_on_after_a_draft_fails_its_sequence(sequence, 
     text = LLMatcher.grammar_from_lark('start: some "Z"\nsome[max_tokens=9]: /(Q|X)*Q(Q|X){9}/')
     one.request.grammar._compiled = [LLMatcher(tokenizer, text, limits=few)]
     allowed, failed = fill(drafted(one, "Q", "Q"))
-    assert [sequence for sequence, _ in failed] == [one]
-    assert "grammar cannot go on" in failed[0][1]
+    assert [bad.sequence for bad in failed] == [one]
+    assert "grammar cannot go on" in failed[0].why
     assert allowed == [None] * 8
 
 
