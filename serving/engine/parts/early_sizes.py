@@ -1,6 +1,5 @@
 """Sizes and modules that a config names, checked against a config.json before weights are read."""
 
-import itertools
 import os
 from collections.abc import Mapping
 
@@ -20,8 +19,6 @@ from serving.engine.parts.devices import local_widths
 from serving.engine.parts.early_checks import limits_of
 from serving.engine.parts.target_parts import open_modules
 
-_MOST_LOOKED_AT = 32  # adapters; one with all experts takes a second, others milliseconds
-
 
 def check_sizes(
     config: EngineConfig,
@@ -33,7 +30,7 @@ def check_sizes(
     reads: bool = True,
 ) -> None:
     """Raise the ValueError of a name of no module, of bytes that hold no page or no adapter, and of
-    the first adapters whose tensors do not fit the model.
+    adapters whose tensors do not fit the model, as far as a second is enough to see it.
 
     Only what would be refused after the load is refused. Adapters of an engine that is not `alone`
     lie elsewhere, as a whole or in part, and without `reads` others read them; pages of a pool are
@@ -44,8 +41,7 @@ def check_sizes(
     if names is not None and (kept := open_modules(catalogue, names, adapters.values())):
         catalogue = catalogue.only(kept)
     if reads and config.load_format != "dummy":
-        first = dict(itertools.islice(adapters.items(), _MOST_LOOKED_AT))
-        check_tensors(first, limits_of(config), catalogue, (config.model_name,))
+        check_tensors(adapters, limits_of(config), catalogue, (config.model_name,))
     dtype = _dtype_of(config, model)
     if dtype is None:
         return

@@ -1,8 +1,10 @@
 """Folders of adapters: paths of clients confined to a root, weights checked, entries. No jax."""
 
 import contextlib
+import hashlib
 import logging
 import os
+import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
@@ -16,6 +18,8 @@ from lora_jax.adapters.versions import check_name
 from lora_jax.adapters.weights import AnyWeights
 
 logger = logging.getLogger(__name__)
+
+_MOST_S = 1.0  # of looks at headers before a model is loaded
 
 
 class AdapterFolders:
@@ -129,14 +133,21 @@ def check_tensors(
     limits: RegistryLimits,
     catalogue: LoraCatalogue,
     base_names: tuple[str, ...],
+    most_s: float = _MOST_S,
 ) -> None:
     """Raise what loads of these adapters will, as far as the headers of their files tell.
 
     Of adapters that look the same, as those that were trained alike, one is looked at: one with all
-    experts of a large model takes a second.
+    experts of a large model takes a second, others milliseconds. After `most_s` seconds the rest is
+    left to the loads.
     """
     given, seen = reader.AdapterReadLimits(limits.max_file_bytes, limits.max_rank), set()
-    for name, folder in folders.items():
+    end_s = time.monotonic() + most_s
+    for index, (name, folder) in enumerate(folders.items()):
+        if time.monotonic() > end_s:
+            counts = index, len(folders)
+            logger.info("The tensors of %d of %d adapters fit; loads check the others.", *counts)
+            return
         look = _look_of(Path(folder))
         if look is not None and look in seen:
             continue
@@ -146,10 +157,13 @@ def check_tensors(
 
 
 def _look_of(folder: Path) -> tuple[bytes, int, bytes, tuple[str, ...]] | None:
-    """Return the header and size of a folder's weights, its config and its names; None without."""
+    """Return the header and size of a folder's weights, its config and its names; None without.
+
+    The header is hashed: one with all experts of a large model has megabytes.
+    """
     weights = folder / WEIGHTS_FILE
     try:
-        header, size = header_text(weights), weights.stat().st_size
+        header, size = hashlib.sha256(header_text(weights)).digest(), weights.stat().st_size
         return header, size, (folder / CONFIG_FILE).read_bytes(), tuple(sorted(os.listdir(folder)))
     except (OSError, ValueError):
         return None

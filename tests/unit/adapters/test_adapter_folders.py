@@ -1,5 +1,7 @@
 """Folders of adapters: confined, checked before anything is published, named without their path."""
 
+import itertools
+
 import numpy as np
 import pytest
 from support.cases import adapter_cases as cases
@@ -124,3 +126,16 @@ def test_of_adapters_that_look_the_same_one_is_looked_at(tmp_path, monkeypatch):
     wrong = {"a": tmp_path / "a", "w": tmp_path / "other shapes"}
     with pytest.raises(AdapterRejected, match=r"'w': adapter_model\.safetensors"):
         check_tensors(wrong, RegistryLimits(), cases.llama(), ())
+
+
+def test_looks_at_headers_end_after_a_time_and_not_after_a_count(root, monkeypatch, caplog):
+    looked, clock = [], itertools.count()
+    monkeypatch.setattr(reader, "check_fits", lambda path, *a, **k: looked.append(path.name))
+    monkeypatch.setattr("lora_jax.adapters.adapter_folders.time.monotonic", lambda: next(clock))
+    given = {f"a{i}": root / f"none{i}" for i in range(100)}
+    check_tensors(given, RegistryLimits(), cases.llama(), (), most_s=1000)
+    assert len(looked) == 100
+    with caplog.at_level("INFO"):
+        check_tensors(given, RegistryLimits(), cases.llama(), (), most_s=40)
+    assert len(looked) == 140
+    assert "The tensors of 40 of 100 adapters fit; loads check the others." in caplog.text

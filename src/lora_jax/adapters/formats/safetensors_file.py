@@ -60,6 +60,7 @@ class AdapterTensor:
     dtype: np.dtype
     shape: tuple[int, ...]
     _data: memoryview
+    is_blank: bool = False  # zeros that stand for values, which need no look
 
     @property
     def num_bytes(self) -> int:
@@ -69,7 +70,7 @@ class AdapterTensor:
     def read(self) -> np.ndarray:
         """Return a read-only view of the values; ValueError when one is NaN or infinite."""
         values = np.frombuffer(self._data, self.dtype).reshape(self.shape)
-        if not all_finite(values):
+        if not self.is_blank and not all_finite(values):
             raise ValueError(f"{self.name} has values that are NaN or infinite.")
         return values
 
@@ -153,6 +154,7 @@ class WholeFile:
     data: memoryview
     limits: FileLimits
     header: Header | None
+    is_blank: bool = False  # all bytes behind the header are zeros, whatever the file has
 
 
 def blank_file(path: Path, max_bytes: int, limits: FileLimits) -> WholeFile:
@@ -170,7 +172,7 @@ def blank_file(path: Path, max_bytes: int, limits: FileLimits) -> WholeFile:
             header = _header(raw, size, limits)
     data = np.zeros(size, np.uint8)  # pages that nobody has written take no memory
     data[: len(raw)] = np.frombuffer(raw, np.uint8)
-    return WholeFile(memoryview(data).toreadonly(), limits, header)
+    return WholeFile(memoryview(data).toreadonly(), limits, header, is_blank=True)
 
 
 def _read_at(handle: int, start: int, count: int) -> bytes:
@@ -217,7 +219,7 @@ def read_whole(
             headers.append(None if is_known else _header(raw, file_bytes, limits))
 
     data = folder.view(file_name, max_bytes, check)
-    return WholeFile(data, limits, *headers)
+    return WholeFile(data, limits, headers[0])
 
 
 def tensors_of(file: WholeFile, file_name: str) -> tuple[dict[str, AdapterTensor], dict[str, str]]:
@@ -235,7 +237,7 @@ def tensors_of(file: WholeFile, file_name: str) -> tuple[dict[str, AdapterTensor
         header = read_header(read, len(buffer), file_name, file.limits)
     data = buffer[len(header.raw) :]
     tensors = {
-        name: AdapterTensor(name, dtype, shape, data[first:last])
+        name: AdapterTensor(name, dtype, shape, data[first:last], file.is_blank)
         for name, (dtype, shape, first, last) in header.spans.items()
     }
     return tensors, header.metadata
