@@ -318,8 +318,9 @@ class AdapterLoader[P: AnyPlacement, S]:
         if adapter.named or adapter.requests > 0:
             return
         del self._known[digest]
-        self._allocator.retire(digest)
-        self._publish()
+        if self.is_placed(digest):  # most that leave host memory have left the device before
+            self._allocator.retire(digest)
+            self._publish()
 
     def _keep(self, digest: str) -> None:
         """Have weights that a name stands for stay where they are on the device."""

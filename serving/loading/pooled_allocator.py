@@ -11,7 +11,7 @@ from typing import Protocol
 from lora_jax.adapters.allocator import Placed, ResidencyStats
 from lora_jax.adapters.catalogue import LoraCatalogue
 from lora_jax.adapters.lora_allocator import LoraPlacement, Rows, SlotAllocator
-from lora_jax.adapters.row_ranges import joined_rows, take_all
+from lora_jax.adapters.row_ranges import runs_of, take_all
 from lora_jax.adapters.weights import AdapterWeights
 from lora_jax.rank_rows import rows_nbytes
 from serving.scheduling.pages.exchange import Offer, PageExchange
@@ -246,9 +246,8 @@ class PooledSlotAllocator(SlotAllocator):
         starts = take_all(self._pools, weights.demand, need)
         if starts is None:
             return None
-        rows = ((w, start, n) for (w, n), start in zip(weights.demand, starts, strict=True))
-        runs = joined_rows(rows)
-        missing = self._memory.num_missing(tuple(runs))
+        runs = runs_of(weights.demand, starts)
+        missing = self._memory.num_missing(runs)
         for width, start, length in runs:
             self._pools[width].give(start, length)
         return missing

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from lora_jax.adapters import reader
 from lora_jax.adapters.catalogue import LoraCatalogue
-from lora_jax.adapters.entries import AdapterEntry, RegistryLimits
+from lora_jax.adapters.entries import AdapterEntry, EvictedAdapter, RegistryLimits
 from lora_jax.adapters.formats.peft_format import CONFIG_FILE, WEIGHTS_FILE
 from lora_jax.adapters.formats.safetensors_file import header_text
 from lora_jax.adapters.registry_errors import AdapterNotFound, AdapterRejected
@@ -93,9 +93,13 @@ class AdapterFolders:
         confined: bool,
         pinned: bool = False,
         explicit: bool = True,
+        known: EvictedAdapter | None = None,
     ) -> AdapterEntry:
-        """Return an entry that is not published yet and so has no generation."""
-        real = os.path.realpath(folder)
+        """Return an entry that is not published yet and so has no generation.
+
+        `known` is what the name stood for before its folder was read again.
+        """
+        real = os.path.realpath(folder) if known is None else known.folder
         return AdapterEntry(
             name=name,
             kind=weights.report.kind,
@@ -103,7 +107,7 @@ class AdapterFolders:
             generation=0,
             weights=weights,
             pinned=pinned,
-            path=self._shown_path(real, confined),
+            path=self._shown_path(real, confined) if known is None else known.path,
             folder=real,
             confined=confined,
             explicit=explicit,

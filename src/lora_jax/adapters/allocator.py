@@ -207,6 +207,16 @@ class AbstractAllocator[W: AnyWeights, P, R](abc.ABC):
         idle = (digest for digest, placed in self._placed.items() if placed.evictable)
         return sorted((one for one in idle if one not in self._protected), key=self.is_needed)
 
+    def _first_idle(self) -> str | None:
+        """Return the first of `_idle`, without a look at all adapters; None: there is none."""
+        needed = None
+        for digest, placed in self._placed.items():
+            if placed.evictable and digest not in self._protected:
+                if not self.is_needed(digest):
+                    return digest
+                needed = needed or digest
+        return needed
+
     def _loading(self, digest: str) -> Placed[R]:
         placed = self._placed.get(digest)
         if placed is None or not placed.loading:

@@ -14,7 +14,6 @@ import numpy as np
 
 from lora_jax.adapters.lora_allocator import LoraPlacement
 from lora_jax.adapters.slots import AdapterSlots
-from lora_jax.typing import Array
 
 
 class HostTable:
@@ -52,8 +51,9 @@ class HostTable:
             _writable(slots.token_ids)[:, slot] = token_ids
 
 
-def _writable(array: Array) -> np.ndarray:
-    """Return an array's own memory, when the program that made it has ended."""
-    jax.block_until_ready(array)
+def _writable(array: Any) -> np.ndarray:
+    """Return a jax.Array's own memory, when the program that made it has ended."""
+    if not array.is_ready():  # to wait hands Python's lock to threads that read files
+        jax.block_until_ready(array)
     memory = (ctypes.c_char * array.nbytes).from_address(array.unsafe_buffer_pointer())
     return np.frombuffer(memory, array.dtype).reshape(array.shape)

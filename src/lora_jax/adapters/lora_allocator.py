@@ -10,9 +10,11 @@ import numpy as np
 from lora_jax.adapters import vocabulary
 from lora_jax.adapters.allocator import AbstractAllocator, Placed, ResidencyStats
 from lora_jax.adapters.catalogue import LoraCatalogue
-from lora_jax.adapters.row_ranges import RowRanges, fits, joined_rows, take_all
-from lora_jax.adapters.weights import AdapterWeights
+from lora_jax.adapters.row_ranges import RowRanges, fits, runs_of, take_all
+from lora_jax.adapters.weights import AdapterWeights, SiteColumns
 from lora_jax.rank_rows import rows_nbytes
+
+_MOST_FORMS = 64  # of tables; adapters that were trained alike have one
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -44,7 +46,19 @@ class LoraPlacement:
     cleared_slots: tuple[int, ...] = ()
 
 
-Rows = tuple[tuple[int, int, int], ...]  # (width, start, length) of each matrix
+Rows = tuple[tuple[int, int, int], ...]  # (width, start, length) of each run
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _TableForm:
+    """A slot's table but for where matrices begin: `cells` says where those of `entries` are.
+
+    `cells` are rows of `entries` as [modules * layers, 5].
+    """
+
+    entries: np.ndarray
+    scaling: np.ndarray
+    cells: np.ndarray
 
 
 class SlotAllocator(AbstractAllocator[AdapterWeights, LoraPlacement, Rows]):
@@ -61,6 +75,10 @@ class SlotAllocator(AbstractAllocator[AdapterWeights, LoraPlacement, Rows]):
         self._itemsize = itemsize
         self._most_tokens = vocabulary.most_tokens(catalogue)
         self._pools = {width: RowRanges(count) for width, count in sorted(rows.items())}
+        self._total = {width: pool.total for width, pool in self._pools.items()}
+        self._bytes_total = rows_nbytes(self._total, itemsize)
+        self._forms: dict[SiteColumns, _TableForm] = {}
+        self._no_ids = vocabulary.ids_table({}, self._most_tokens)  # never written
         self._cleared_slots: set[int] = set()
         self.bringing: set[int] = set()  # slots of adapters with more than LoRA
 
@@ -112,7 +130,7 @@ class SlotAllocator(AbstractAllocator[AdapterWeights, LoraPlacement, Rows]):
             self._free(victim)
         starts = take_all(self._pools, weights.demand, weights.rows_by_width())
         assert starts is not None, "the trial allocation found room that is not there"
-        ranges = tuple((w, s, n) for (w, n), s in zip(weights.demand, starts, strict=True))
+        ranges = runs_of(weights.demand, starts)
         slot = self._free_slots.pop(0)
         self._cleared_slots.discard(slot)
         self._placed[digest] = Placed(slot, ranges, pinned)
@@ -125,7 +143,7 @@ class SlotAllocator(AbstractAllocator[AdapterWeights, LoraPlacement, Rows]):
             entries=entries,
             scaling=scaling,
             writes=_row_writes(weights, starts),
-            token_ids=vocabulary.ids_table(weights.token_ids, self._most_tokens),
+            token_ids=self._ids_table(weights),
             evicted=victims,
             cleared_slots=self.take_cleared_slots(),
         )
@@ -137,15 +155,14 @@ class SlotAllocator(AbstractAllocator[AdapterWeights, LoraPlacement, Rows]):
         return cleared
 
     def stats(self) -> ResidencyStats:
-        total = {width: pool.total for width, pool in self._pools.items()}
         used = {width: pool.total - pool.num_free for width, pool in self._pools.items()}
         return ResidencyStats(
             slots_used=len(self._placed),
             slots_total=self.num_slots,
             rows_used=used,
-            rows_total=total,
+            rows_total=self._total,
             bytes_used=rows_nbytes(used, self._itemsize),
-            bytes_total=rows_nbytes(total, self._itemsize),
+            bytes_total=self._bytes_total,
         )
 
     def check_integrity(self) -> None:
@@ -167,7 +184,7 @@ class SlotAllocator(AbstractAllocator[AdapterWeights, LoraPlacement, Rows]):
         return list(self._placed.values())
 
     def _take_back(self, placed: Placed[Rows]) -> None:
-        for width, start, length in joined_rows(placed.room):
+        for width, start, length in placed.room:
             self._pools[width].give(start, length)
         self._return_slot(placed.slot)
         self.bringing.discard(placed.slot)
@@ -175,32 +192,66 @@ class SlotAllocator(AbstractAllocator[AdapterWeights, LoraPlacement, Rows]):
 
     def _victims(self, weights: AdapterWeights) -> tuple[str, ...] | None:
         """Return the least recently used idle adapters whose going makes room; None: no room."""
-        idle = self._idle()
-        if not (idle or self._free_slots):
-            return None
         need = weights.rows_by_width()
         if any(width not in self._pools for width in need):
             return None
+        if self._free_slots:
+            if fits(self._pools, weights.demand, need):
+                return ()
+        elif (first := self._first_idle()) is None:
+            return None
+        elif self._has_runs(first, need):  # as for adapters that were trained alike
+            return (first,)
+        idle = self._idle()
         trial = {width: self._pools[width].copy() for width in need}
-        num_victims = 0 if self._free_slots else 1
-        for count in range(len(idle) + 1):
-            if count:
-                for width, start, length in joined_rows(self._placed[idle[count - 1]].room):
-                    if width in trial:
-                        trial[width].give(start, length)
-            if count >= num_victims and fits(trial, weights.demand, need):
+        for count, digest in enumerate(idle, 1):
+            for width, start, length in self._placed[digest].room:
+                if width in trial:
+                    trial[width].give(start, length)
+            if fits(trial, weights.demand, need):
                 return tuple(idle[:count])
         return None
 
+    def _has_runs(self, digest: str, need: dict[int, int]) -> bool:
+        """Return whether one run of a placed adapter is long enough for each width that is needed.
+
+        Then its going makes room, whatever is free beside it.
+        """
+        room = self._placed[digest].room
+        return all(
+            any(run[0] == width and run[2] >= count for run in room)
+            for width, count in need.items()
+        )
+
     def _table(self, weights: AdapterWeights, starts: list[int]) -> tuple[np.ndarray, np.ndarray]:
         """Return the slot's entries and scaling, given where each distinct matrix starts."""
-        shape, sites = (len(self._modules), self._num_layers), weights.site_columns
+        form = self._form(weights.site_columns)
+        entries = form.entries.copy()
+        first = np.asarray(starts, np.int32)[weights.site_columns.matrices]
+        entries.reshape(-1, 5)[form.cells, :2] = first
+        return entries, form.scaling
+
+    def _form(self, sites: SiteColumns) -> _TableForm:
+        """Return the table of adapters with these sites; those of one layout share the object."""
+        if (form := self._forms.get(sites)) is not None:
+            return form
+        shape = len(self._modules), self._num_layers
         entries, scaling = np.zeros((*shape, 5), np.int32), np.zeros(shape, np.float32)
-        at = np.array([self._modules[name] for name in sites.modules], np.intp), sites.layers
-        entries[(*at, slice(0, 2))] = np.asarray(starts, np.int32)[sites.matrices]
-        entries[(*at, slice(2, 5))] = sites.shapes
-        scaling[at] = sites.scaling
-        return entries, scaling
+        modules = np.array([self._modules[name] for name in sites.modules], np.intp)
+        entries[modules, sites.layers, 2:] = sites.shapes
+        scaling[modules, sites.layers] = sites.scaling
+        scaling.flags.writeable = False  # all placements of the form have it
+        if len(self._forms) >= _MOST_FORMS:
+            del self._forms[next(iter(self._forms))]
+        form = _TableForm(entries, scaling, modules * self._num_layers + sites.layers)
+        self._forms[sites] = form
+        return form
+
+    def _ids_table(self, weights: AdapterWeights) -> np.ndarray:
+        """Return the tokens whose rows the adapter brings."""
+        if not weights.token_ids:
+            return self._no_ids
+        return vocabulary.ids_table(weights.token_ids, self._most_tokens)
 
 
 def _row_writes(weights: AdapterWeights, starts: list[int]) -> dict[int, tuple[RowWrite, ...]]:

@@ -296,8 +296,8 @@ class AdapterRegistry:
             options = {"explicit": False, "share": share, "ticket": ticket}
             return self._read_in(name, folder, True, **options)
         share = None if before.explicit else share  # no caller's limit counts it
-        options = {"explicit": before.explicit, "share": share, "digest": before.digest}
-        options |= {"limited": not before.explicit, "ticket": ticket}
+        options = {"explicit": before.explicit, "share": share, "known": before}
+        options |= {"digest": before.digest, "limited": not before.explicit, "ticket": ticket}
         held = self._hold_room(before, share, ticket)
         try:
             return self._read_in(name, Path(before.folder), before.confined, **options, held=held)
@@ -332,11 +332,13 @@ class AdapterRegistry:
         limited: bool = True,
         ticket: Ticket | None = None,
         held: HeldRoom | None = None,
+        known: EvictedAdapter | None = None,
         recorded: Recorded = contextlib.nullcontext,
     ) -> AdapterEntry:
         """Read, check and publish; a `digest` is the only one that is accepted.
 
-        `held` is the room for it, which is given back as it is published.
+        `held` is the room for it, which is given back as it is published. `known` is what the name
+        stands for, if its weights left host memory.
         """
         if limited:
             with self._lock:
@@ -347,7 +349,7 @@ class AdapterRegistry:
                 f"Adapter {name!r}: its files have changed since it was loaded; load it again "
                 "in place, or unload it first."
             )
-        entry = self._folders.entry(name, weights, folder, confined, pinned, explicit)
+        entry = self._folders.entry(name, weights, folder, confined, pinned, explicit, known)
         with recorded(entry):
             return self._publish(entry, share, ticket, held)
 

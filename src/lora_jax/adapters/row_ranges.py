@@ -104,16 +104,21 @@ def need_of(demand: Iterable[tuple[int, int]]) -> dict[int, int]:
     return need
 
 
-def joined_rows(rows: Iterable[Rows]) -> list[Rows]:
-    """Return the same rows, sorted, those that follow each other as one run."""
+def runs_of(demand: Iterable[tuple[int, int]], starts: Iterable[int]) -> tuple[Rows, ...]:
+    """Return the rows of matrices of (width, rows) that begin at `starts`, as runs.
+
+    Matrices of a width that follow each other, as those of `take_all` mostly do, are one run.
+    """
     runs: list[Rows] = []
-    for width, start, count in sorted(rows):
-        last = runs[-1] if runs else (width, start, 0)
-        if runs and last[0] == width and last[1] + last[2] == start:
-            runs[-1] = (width, last[1], last[2] + count)
-        else:
-            runs.append((width, start, count))
-    return runs
+    open_runs: dict[int, tuple[int, int]] = {}  # by width: first row, and the one behind the last
+    for (width, count), start in zip(demand, starts, strict=True):
+        first, end = open_runs.get(width, (start, start))
+        if end != start:
+            runs.append((width, first, end - first))
+            first = start
+        open_runs[width] = first, start + count
+    runs += [(width, first, end - first) for width, (first, end) in open_runs.items()]
+    return tuple(runs)
 
 
 def _take_each(

@@ -38,6 +38,8 @@ def test_an_entry_shows_its_path_below_the_root_or_its_folder_s_name_only(root):
     weights = read(made, root.parent / "secret", confined=False)
     entry = made.entry("b", weights, root.parent / "secret", False, pinned=True)
     assert (entry.path, entry.digest, entry.pinned) == ("secret", weights.digest, True)
+    again = made.entry("b", weights, root.parent / "secret", False, known=entry.evicted(7))
+    assert (again.path, again.folder, again.weights) == (entry.path, entry.folder, weights)
 
 
 def test_only_folders_of_the_root_are_there(root):

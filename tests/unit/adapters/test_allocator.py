@@ -80,6 +80,15 @@ def test_the_least_recently_used_idle_one_goes():
     allocator.check_integrity()
 
 
+@pytest.mark.parametrize("needed", ["", "a", "ab"])
+@pytest.mark.parametrize("protected", ["", "a", "b", "ab"])
+def test_the_first_that_may_go_is_found_without_a_look_at_all(needed, protected):
+    allocator = brought("a", "b")
+    allocator.is_needed = needed.__contains__
+    allocator.protect(frozenset(protected))
+    assert allocator._first_idle() == next(iter(allocator._idle()), None)
+
+
 def test_misuse_is_named():
     allocator = brought("a")
     for call, message in (

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from support.cases import adapter_cases as cases
 
+from lora_jax.adapters import lora_allocator
 from lora_jax.adapters.lora_allocator import SlotAllocator
 
 CATALOGUE = cases.llama(hidden=8, inner=6, vocab=10)
@@ -204,6 +205,22 @@ def test_placement_says_where_every_matrix_is():
             np.testing.assert_array_equal(b, site.b[expert])
     untouched = placement.entries[..., 2] == 0
     assert untouched.sum() == placement.entries.shape[0] * catalogue.num_layers - len(weights.sites)
+
+
+def test_adapters_of_one_layout_have_tables_of_their_own(monkeypatch):
+    monkeypatch.setattr(lora_allocator, "_MOST_FORMS", 1)
+    alike, other = cases.weights(CATALOGUE, 1, 5, "alike", ("lm_head",)), ADAPTERS["2.0"]
+    vars(alike)["site_columns"] = ADAPTERS["1.3"].site_columns  # as FileLayout has them
+    slots = allocator()
+    first = slots.place(ADAPTERS["1.3"])
+    entries = first.entries.copy()
+    slots.place(other)  # whose form takes the place of the first
+    second = slots.place(alike)
+    np.testing.assert_array_equal(first.entries, entries)
+    np.testing.assert_array_equal(second.entries[..., 2:], entries[..., 2:])
+    np.testing.assert_array_equal(second.scaling, first.scaling)
+    starts = {tuple(placement.entries[..., :2].max((0, 1))) for placement in (first, second)}
+    assert len(starts) == 2, "both begin at the same rows"
 
 
 def test_adapters_in_use_pinned_or_loading_stay():

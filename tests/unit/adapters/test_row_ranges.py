@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lora_jax.adapters.row_ranges import RowRanges, fits, joined_rows, take_all
+from lora_jax.adapters.row_ranges import RowRanges, fits, runs_of, take_all
 
 
 def test_what_fits_is_known_without_taking_it():
@@ -62,9 +62,15 @@ def test_matrices_of_a_width_follow_each_other_where_there_is_room():
     pools = {8: RowRanges(20), 4: RowRanges(6)}
     demand = ((8, 3), (4, 2), (8, 5), (4, 1))
     assert take_all(pools, demand) == [0, 0, 3, 2]
-    assert joined_rows([(8, 3, 5), (4, 0, 2), (8, 0, 3), (4, 2, 1)]) == [(4, 0, 3), (8, 0, 8)]
+    assert runs_of(demand, [0, 0, 3, 2]) == ((8, 0, 8), (4, 0, 3))
     assert take_all(pools, ((8, 9), (4, 4))) is None
     assert (pools[8].num_free, pools[4].num_free) == (12, 3), "nothing was taken"
+
+
+def test_matrices_in_gaps_are_runs_of_their_own():
+    demand = ((8, 3), (4, 2), (8, 5), (8, 1), (4, 1))
+    assert runs_of(demand, [9, 0, 2, 7, 5]) == ((8, 9, 3), (4, 0, 2), (8, 2, 6), (4, 5, 1))
+    assert runs_of((), ()) == ()
 
 
 def test_matrices_go_into_gaps_where_no_run_holds_all():

@@ -56,15 +56,19 @@ class AdapterFolder:
         self.name = os.path.basename(self._real)
         self.hashes: dict[str, str] = {}
         self.num_bytes = 0
+        self._names: dict[str, tuple[str, ...]] = {}  # of files, by the folder below this one
 
     def files(self, below: str = "") -> tuple[str, ...]:
-        """Return the names in the folder, or in the one `below` it, in order."""
+        """Return the names in the folder, or in the one `below` it, in order, as first seen."""
+        if (names := self._names.get(below)) is not None:
+            return names
         inner = self._path(below)
         handle = os.open(inner, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
             if self._root and not self._is_inside_opened(handle, inner):
                 raise ValueError(f"{below} leads outside of the adapter directory.")
-            return tuple(sorted(os.listdir(handle)))
+            self._names[below] = names = tuple(sorted(os.listdir(handle)))
+            return names
         finally:
             os.close(handle)
 

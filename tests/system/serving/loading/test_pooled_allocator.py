@@ -148,9 +148,10 @@ def test_a_load_writes_rows_and_then_the_table():
     slots = job.advance(slots, 1)
     assert job.done
     assert int(np.asarray(slots.entries)[:, :, 0, 2].max()) == 4
-    (width, start, count), matrix = allocator._placed["one"].room[0], next(ONE.matrices())
-    found = np.asarray(slots.pools[str(width)])[start : start + count]
-    np.testing.assert_array_equal(found, matrix.reshape(count, -1))
+    for width, start, count in allocator._placed["one"].room:
+        rows = [m.reshape(-1, width) for m in ONE.matrices() if m.shape[-1] == width]
+        found = np.asarray(slots.pools[str(width)])[start : start + count]
+        np.testing.assert_array_equal(found, np.concatenate(rows))
     assert allocator.stats().bytes_used == ONE.report.weight_bytes
 
 

@@ -31,6 +31,7 @@ def test_hashes_are_of_what_was_read(root):
     (root / "good" / "b.json").write_bytes(b"more")
     folder.read("b.json", 5)
     assert folder.digest() != before
+    assert folder.files() == ("a.json",), "a folder is listed once for one read"
 
 
 @pytest.mark.parametrize("over", [-1, 0, 1])
