@@ -1,5 +1,6 @@
 """Server start from a command line, and errors that prevent it."""
 
+import asyncio
 import importlib
 import json
 import logging
@@ -26,6 +27,7 @@ from support.processes.server_process import ROOT, post
 
 import serving
 from serving import launch
+from serving.http.wire.drain import Drain
 from serving.launch import StartError, main, read_options
 
 BODY = {"prompt": "x", "max_tokens": 4}
@@ -117,9 +119,15 @@ def test_sigterm_lets_running_requests_finish(fake, caplog):
     assert not fake[0].alive
 
 
-def test_sigterm_ends_a_stream_with_an_error_event_within_the_grace(fake, caplog):
+def test_sigterm_ends_a_stream_with_an_error_event_within_the_grace(fake, caplog, monkeypatch):
     """Before: after 30 s the connection broke off, and new requests found no listener."""
-    told = {}
+    told, asked, finish = {}, threading.Event(), Drain.finish
+
+    async def finish_when_asked(drain, seconds):
+        """The time of the streams is over when the test has asked all else: machines are busy."""
+        told["streams_s"], drain.is_draining = seconds, True
+        await asyncio.to_thread(asked.wait, 60)
+        await finish(drain, 0.05)
 
     def client() -> None:
         while "Ready: http" not in caplog.text:
@@ -131,19 +139,17 @@ def test_sigterm_ends_a_stream_with_an_error_event_within_the_grace(fake, caplog
             caller.stream("POST", "/v1/completions", json=BODY | {"stream": True}) as stream,
         ):
             os.kill(os.getpid(), signal.SIGTERM)
-            while "Ending: 1 requests run" not in caplog.text:
+            while "Ending: 1 requests run, at most 6 s." not in caplog.text:
                 time.sleep(0.01)
-            # By a client that is there: to make one takes long on a busy machine, and the streams
-            # have 3 s.
             refused = caller.post("/v1/completions", json=BODY)
             told["new"] = refused.status_code, refused.headers["retry-after"]
             told["ready"] = caller.get("/ready").status_code
             told["live"] = caller.get("/live").status_code
-            begun = time.monotonic()
+            asked.set()
             told["stream"] = "".join(stream.iter_text())
-            told["seconds"] = time.monotonic() - begun
         fake[0].open.set()
 
+    monkeypatch.setattr(Drain, "finish", finish_when_asked)
     thread = threading.Thread(target=client)
     thread.start()
     assert main(["m", "--port", "0", "--shutdown-timeout", "6"]) == 0
@@ -151,7 +157,7 @@ def test_sigterm_ends_a_stream_with_an_error_event_within_the_grace(fake, caplog
     assert (told["new"], told["ready"], told["live"]) == ((503, "5"), 503, 200)
     last = told["stream"].strip().rpartition("data: ")[2]
     assert json.loads(last)["error"]["message"] == "The server is shutting down."
-    assert told["seconds"] < 15  # 3 s of its own; the rest is for a busy machine
+    assert told["streams_s"] == 3  # the rest is for the end of what runs
     assert not fake[0].running
 
 
@@ -271,7 +277,7 @@ def test_a_real_server_prints_a_command_that_works_and_stops_cleanly(tiny):
 @pytest.mark.long
 def test_a_real_bad_adapter_ends_with_status_1(tiny):
     with start(tiny, "--lora-modules", f"evil={tiny / 'bad'}") as process:
-        text, _ = process.communicate(timeout=6)
+        text, _ = process.communicate(timeout=60)
     assert process.returncode == 1
     last = text.strip().splitlines()[-1]
     assert last.startswith("ERROR")

@@ -303,7 +303,7 @@ def test_a_full_queue_refuses_and_counts(engine):
     name = "vllm:admission_rejections_total"
     labels = {"model_name": "model", "reason": "queue_full"}
     before = engine.metrics.registry.get_sample_value(name, labels)
-    listener, ids, refused = Listener(), [], None
+    listener, ids, refused = HeldListener(), [], None  # or they might end as fast as they come
     long = Sampling(max_tokens=50, temperature=1.0, n=100)
     while refused is None and len(ids) < 10:
         try:
@@ -315,6 +315,7 @@ def test_a_full_queue_refuses_and_counts(engine):
     assert len(ids) >= 3
     for request_id in ids:
         engine.abort(request_id)
+    listener.go_on.set()
     settle(engine)
     assert engine.metrics.registry.get_sample_value(name, labels) == before + 1
 

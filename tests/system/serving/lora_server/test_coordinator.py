@@ -77,6 +77,8 @@ def test_leases_count_by_tier_and_the_slowest_rank_says_how_long(coordinator, ra
     wait_until(lambda: coordinator.request("one", "e", "folder") is not None)
     sample = coordinator.metrics.registry.get_sample_value
     name = "lora_jax:lora_server"
+    # The second load is counted behind its lease, seconds last.
+    wait_until(lambda: sample(f"{name}_load_seconds_count") == 2)
     hits = [sample(f"{name}_tier_hits_total", {"tier": t}) for t in ("device", "host", "disk")]
     assert hits == [2, 1, 1]
     assert [sample(f"{name}_read_seconds_{part}") for part in ("count", "sum")] == [1, 0.25]

@@ -157,8 +157,10 @@ def test_one_that_has_come_is_not_found_out_behind_all_that_have_not(source, new
     monkeypatch.setattr("serving.lora_server.leases.queue.SimpleQueue", Work)
     source.faults = [NoRoom("on its way")] * 400
     leases = Leases(source, "0", news)
+    source.gate.clear()  # all of them ask before one asks again
     for number in range(200):
         leases.retain(f"d{number}", "")
+    source.gate.set()
     news.until(lambda: all(leases.get(f"d{number}") for number in range(200)))
     leases.close()
     assert source.asked == 600

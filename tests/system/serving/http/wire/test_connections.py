@@ -110,10 +110,9 @@ def test_connections_that_are_used_stay(address):
             time.sleep(0.3)
 
 
-def test_health_answers_while_300_silent_connections_are_open(address, caplog):
+def test_health_answers_while_300_silent_connections_are_open(engine, caplog):
     """Before: 0 of 30 answers with a limit of 256 descriptors, and no line in the log."""
-    connections.BoundedH11._said_s = 0.0
-    with contextlib.ExitStack() as stack:
+    with serving(create_app(engine)) as address, contextlib.ExitStack() as stack:
         for _ in range(300):
             stack.enter_context(socket.create_connection(address, timeout=20))
         assert max(is_well(address) for _ in range(10)) < 10
