@@ -55,6 +55,8 @@ class PairResidency(AbstractResidency):
         esft = self._experts.pop(digest, None)
         if esft is None:
             esft = self._esft.acquire(of_esft)
+        if esft is None and not self._esft.is_loading(of_esft):
+            return None  # others use all slots: LoRA's part would be loaded, and idle, meanwhile
         lora = self._lora.acquire(of_lora)
         if lora is not None and esft is not None:
             index = (esft - self._num_lora_slots) * self._num_lora_slots + lora

@@ -70,6 +70,26 @@ def test_while_one_is_not_there_experts_alone_are_held(there, held):
     assert case.esft.users(ESFT.digest) == held
 
 
+def test_nothing_is_loaded_or_evicted_for_a_pair_whose_experts_find_no_slot():
+    case = Case()
+    other = entry("other experts", AdapterKind.ESFT)
+    for one in (other, BOTH):
+        case.all.retain(one)
+    case.all.acquire(other.digest)
+    case.advance()
+    assert case.all.acquire(other.digest) is not None  # a request runs on it
+    for _ in range(3):
+        assert case.all.acquire(BOTH.digest) is None
+        case.advance()
+    assert not case.lora.is_placed(OTHER.digest)
+    case.all.release(other.digest)
+    case.all.drop(other.digest)
+    case.esft._allocator.evict_idle()
+    assert case.all.acquire(BOTH.digest) is None
+    assert case.lora.is_loading(OTHER.digest)  # beside the experts
+    assert case.esft.is_loading(ESFT.digest)
+
+
 def test_a_pair_stays_until_its_last_request_ends():
     case = Case()
     case.all.retain(BOTH)
