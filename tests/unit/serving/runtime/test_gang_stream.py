@@ -187,10 +187,10 @@ def test_a_node_that_waits_for_rank_0_says_so_once(port, monkeypatch, caplog):
     monkeypatch.setattr(module, "_QUIET_S", 0.0)
     monkeypatch.setattr(module, "_RETRY_S", 0.01)
     with pytest.raises(GangRefused):
-        join_leader(place(port, 1, wait_s=0.2), ABOUT)
+        join_leader(place(port, 1, wait_s=0.5), ABOUT)
     said = f"Rank 0 does not answer at 127.0.0.1:{port} yet"
     assert caplog.text.count(said) == 1
-    assert "node 1 waits up to 0.2 s for it. 127.0.0.1 is this host's own loopback" in caplog.text
+    assert "node 1 waits up to 0.5 s for it. 127.0.0.1 is this host's own loopback" in caplog.text
 
 
 def test_a_name_that_leads_each_host_to_itself_is_told(monkeypatch):
