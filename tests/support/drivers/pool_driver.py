@@ -138,15 +138,16 @@ class PoolDriver(Driver):
 
     def _lies_in(self, name: str, rows) -> bool:
         """Return whether these rows have the adapter's bytes."""
-        matrices = list(self.weights[name].matrices())
-        if [count * width * 4 for width, _, count in rows] != [m.nbytes for m in matrices]:
-            return False
-        for (width, start, count), matrix in zip(rows, matrices, strict=True):
+        found, wanted = {}, {}
+        for width, start, count in rows:
             tensor = self.room.rows._tensors[width]
             where = tensor.address + start * tensor.expert_bytes
-            if tensor.pool.memory.read(where, count * tensor.expert_bytes) != matrix.tobytes():
-                return False
-        return True
+            read = tensor.pool.memory.read(where, count * tensor.expert_bytes)
+            found[width] = found.get(width, b"") + read
+        for matrix in self.weights[name].matrices():
+            width = matrix.shape[-1]
+            wanted[width] = wanted.get(width, b"") + matrix.tobytes()
+        return found == wanted
 
     def _count(self) -> None:
         self.most_kv = max(self.most_kv, self.extents.num_present)
