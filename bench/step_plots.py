@@ -7,7 +7,10 @@ import matplotlib.pyplot as plt
 
 GROUPS = {  # of kernels, by words of their names; the first that fits
     "attention": ("attention", "combine"),
-    "adapters": ("lora_jax::pair_kernel", "lora_jax::few_kernel", "both_kernel", "shrink"),
+    "adapters": (
+        *("lora_jax::pair_kernel", "lora_jax::few_kernel", "lora_jax::gated_kernel"),
+        *("both_kernel", "shrink"),
+    ),
     "products": ("grouped_matmul", "dense_rows", "few_rows"),
     "router, rows of experts": ("f32_parts", "choose_experts", "rows_kernel"),
     "norms, rotary embedding": ("rms_norm", "place_heads"),

@@ -31,6 +31,7 @@ def kernels() -> dict[str, Callable]:
     from cuda_backend.image_attention import turned_attention
     from cuda_backend.keep_likely import keep_likely
     from cuda_backend.layer_norm import layer_norm
+    from cuda_backend.lora_gated import lora_silu_times
     from cuda_backend.lora_gemm import lora_gemm
     from cuda_backend.merge import merge, merge_writer
     from cuda_backend.paged_attention import paged_attention
@@ -40,13 +41,14 @@ def kernels() -> dict[str, Callable]:
     from cuda_backend.silu_times import silu_times
     from cuda_backend.take_rows import take_rows
 
-    linear = (dense_matmul, gated_matmul, grouped_matmul, joined_matmul, lora_gemm)
+    linear = (dense_matmul, gated_matmul, grouped_matmul, joined_matmul)
+    adapters = (lora_gemm, lora_silu_times)
     exchanges = (all_gather, all_to_all, all_to_all_owned, all_to_all_rows, gather_group)
     attention = (paged_attention, turned_attention)
     merges = (merge, merge_writer)
     others = (adapter_items, reroute, row_map)
     by_row = (choose_experts, keep_likely, layer_norm, place_heads, rms_norm, silu_times, take_rows)
-    ops = (*linear, *exchanges, *attention, *merges, *others, *by_row)
+    ops = (*linear, *adapters, *exchanges, *attention, *merges, *others, *by_row)
     return {**{op.__name__: op for op in (*ops, HostBoard)}, "load_kernels": ffi.available}
 
 

@@ -30,6 +30,7 @@ TARGETS = (
     "lora_jax_cuda_grouped_f32",
     "lora_jax_cuda_row_items",
     "lora_jax_cuda_lora_gemm",
+    "lora_jax_cuda_lora_gated",
     "lora_jax_cuda_lora_int8",
     "lora_jax_cuda_lora_rows",
     "lora_jax_cuda_lora_shrink",
@@ -64,6 +65,7 @@ TARGETS = (
     "lora_jax_cuda_peer_answer",
 )
 STATEFUL = (
+    "lora_jax_cuda_lora_gated",
     "lora_jax_cuda_lora_gemm",
     "lora_jax_cuda_lora_shrink",
     "lora_jax_cuda_lora_expand",

@@ -266,7 +266,7 @@ def lora_pairs(
     if any((y is not None) != accumulate for y, _, _ in modules):
         raise ValueError("a launch adds to every module's y or to none: some are None")
     slots = modules[0][1].shape[-2]
-    small = _are_small(items, len(x), slots, max_rank)
+    small = are_small(items, len(x), slots, max_rank)
     segments, last = False, not lora_tiles.expects_tiles(len(x), slots)
     if isinstance(items, AdapterItems):
         last = last and not items.in_order  # else they are experts' rows, for which tiles pay
@@ -289,7 +289,7 @@ def lora_pairs(
     return call(x, a_pool, b_pool, *listed, *operands, sites=places, **attributes)[1:]
 
 
-def _are_small(
+def are_small(
     items: CudaWorkList | AdapterItems, rows: int, num_slots: int | None, max_rank: int
 ) -> bool:
     """Return whether no item has more than SMALL_ITEM rows, for a launch with this max_rank."""

@@ -11,6 +11,12 @@ from lora_jax.ops.lora_gemm.batch import float_rows
 from lora_jax.typing import Array, Float
 
 
+def has_gains(routing: AdapterRouting, modules: Sequence[str | None]) -> bool:
+    """Return whether an adapter may scale one of these modules' outputs."""
+    names = {gain_name(m) for m in modules if m is not None}
+    return routing.brings and not names.isdisjoint(routing.module_names)
+
+
 def add_gains(
     ys: Sequence[Float[Array, "rows _"]],
     routing: AdapterRouting,

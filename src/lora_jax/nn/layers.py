@@ -10,9 +10,9 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from lora_jax.nn.gains import add_gains
+from lora_jax.nn.gains import add_gains, has_gains
 from lora_jax.nn.gather import gather, gather_rows, local_index, pick, swap_rows
-from lora_jax.nn.lora import AdapterRouting, add_lora
+from lora_jax.nn.lora import AdapterRouting, add_lora, silu_with_lora
 from lora_jax.ops.grouped_matmul import joined_matmul, matmul
 from lora_jax.ops.layer_norm import layer_norm
 from lora_jax.ops.rms_norm import add_rms_norm, rms_norm
@@ -115,6 +115,26 @@ def apply_local(
     if has_split_inputs(maps[0].axes):
         x = gather(x, routing.split)
     return _products(maps, x, routing)
+
+
+def silu_of_linears(
+    maps: tuple[Linear, Linear], x: Float[Array, "rows d_in"], routing: AdapterRouting
+) -> Float[Array, "rows width"]:
+    """Return silu of the first map times the second, of their outputs those of this device.
+
+    With the adapters' part that is one op where nothing else comes between, as an exchange with a
+    LoRA Server.
+    """
+    modules, layer = [m.module for m in maps], maps[0].layer
+    names = [m for m in modules if m in routing.module_names]
+    plain = routing.surplus is None and not has_gains(routing, modules)
+    plain = plain and routing.exchange(modules, layer) is None
+    if not plain or len(names) < 2 or routing.adapters is None or has_split_inputs(maps[0].axes):
+        gate, up = apply_linears(maps, x, routing)
+        return silu_times(gate, up, routing.num_rows)
+    biases = [None if m.bias is None else m.bias[...] for m in maps]
+    ys = joined_matmul(x, [m.weight[...] for m in maps], routing.num_rows, biases)
+    return silu_with_lora(ys, x, routing, names, layer)
 
 
 def _apply_whole(
@@ -272,6 +292,5 @@ class Mlp(nnx.Module):
             gate, up = (m.weight[...] for m in maps)
             inner = gated_maps(x, gate, up, routing.num_rows)
         else:
-            gate, up = apply_linears(maps, x, routing)
-            inner = silu_times(gate, up, routing.num_rows)
+            inner = silu_of_linears(maps, x, routing)
         return apply_local((self.down_proj,), inner, routing)[0]

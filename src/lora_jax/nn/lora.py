@@ -16,6 +16,7 @@ from lora_jax.nn.gather import num_own_rows, own_rows, shares_rows
 from lora_jax.nn.remote import Exchange, RemoteExperts
 from lora_jax.ops.adapter_items import AdapterItems, adapter_items
 from lora_jax.ops.lora_gemm import delta_dtype, lora_gemms
+from lora_jax.ops.lora_silu import lora_silu_times
 from lora_jax.ops.lowered_once import in_layers
 from lora_jax.sharding import Split
 from lora_jax.typing import Array, Float, Int, Num
@@ -199,6 +200,22 @@ def add_lora(
         for i, y in zip(adapted, done, strict=True):
             added[i] = y
     return tuple(added)
+
+
+def silu_with_lora(
+    ys: Sequence[Float[Array, "rows width"]],
+    x: Float[Array, "rows d_in"],
+    routing: AdapterRouting,
+    modules: Sequence[str],
+    layer: int,
+) -> Float[Array, "rows width"]:
+    """Return silu of the first y times the second, each with what `add_lora` adds to it.
+
+    Adapters may be at both modules.
+    """
+    gate, up = ys
+    arguments = routing.lora_arguments(modules, layer, x.shape[1], gate.shape[1])
+    return lora_silu_times(gate, up, routing.num_rows, x, **arguments)
 
 
 def lora_deltas(

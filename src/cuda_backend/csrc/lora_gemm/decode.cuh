@@ -321,7 +321,7 @@ __global__ void __launch_bounds__(kThreads, 2) few_kernel(const __grid_constant_
   const bool ahead = p.shrink && at_once(p, num_items);
   AtOnceSite site{};
   if (ahead && in_unit(p, num_items)) site = ask_at_once(p, unit, item);
-  if ((!p.shrink || ahead) && may_be_groups(p, num_items) && have_groups(p, sm, asked)) {
+  if ((!p.shrink || ahead) && may_be_groups(p, num_items) && have_groups(sm, asked, most_groups(p))) {
     serve_groups(p, sm, num_items, unit, site);
     if (!p.accumulate && warp == kHWarp) zero_gaps(p, sm);
     return;

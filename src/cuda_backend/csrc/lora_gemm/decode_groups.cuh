@@ -38,8 +38,8 @@ __device__ __forceinline__ bool may_be_groups(const PairArgs& p, int num_items) 
   return num_items <= most * kGroupItems && num_items * kFewItemRows - p.num_rows <= most * (kFewItemRows - 1);
 }
 
-// By the unit warp, whose lanes hold the items: those of a segment are neighbours.
-__device__ __forceinline__ void find_groups(const PairArgs& p, FewGroups& groups, const AskedTables& asked) {
+// By the unit warp, whose lanes hold the items: those of a segment are neighbours. More than `most` are none.
+__device__ __forceinline__ void find_groups(FewGroups& groups, const AskedTables& asked, int most) {
   const int lane = threadIdx.x & 31, num_items = asked.num_items;
   int count = 0, begin = 0;  // begin: of the segment at the end of the window before
 #pragma unroll
@@ -57,14 +57,14 @@ __device__ __forceinline__ void find_groups(const PairArgs& p, FewGroups& groups
     if (opens) groups.starts[count + __popc(opening & ((1u << lane) - 1))] = i;
     count += __popc(opening), begin = __shfl_sync(~0u, start, 31);
   }
-  if (lane == 0) groups.count = count <= most_groups(p) ? count : 0, groups.starts[count] = num_items;
+  if (lane == 0) groups.count = count <= most ? count : 0, groups.starts[count] = num_items;
 }
 
-// Whether the launch is served by groups; then all warps have the tables.
+// Whether there are groups, up to `most`; all warps have the tables then.
 template <class S>
-__device__ __forceinline__ bool have_groups(const PairArgs& p, S& sm, const AskedTables& asked) {
+__device__ __forceinline__ bool have_groups(S& sm, const AskedTables& asked, int most) {
   if (threadIdx.x >> 5 == kUnitWarp) {
-    find_groups(p, sm.groups, asked);
+    find_groups(sm.groups, asked, most);
     keep_tables(sm.tables, asked);
   }
   __syncthreads();
@@ -73,31 +73,36 @@ __device__ __forceinline__ bool have_groups(const PairArgs& p, S& sm, const Aske
 
 // How the blocks of a launch's groups are shared out.
 struct GroupPlan {
-  int block_bytes;         // of weights
+  int block_bytes;         // of weights, of all parts
   int width;               // blocks of a unit, but for the last one of a group
   int of_group, total;     // units
   float by_units;
-  // `room`: bytes for the weights of a unit.
-  __device__ __forceinline__ GroupPlan(const PairArgs& p, int groups, int num_items, int room)
-      : block_bytes((p.max_rank + 15) / 16 * 2048) {
-    const int blocks = group_blocks(p), all = groups * p.num_modules * blocks;
+  // `room`: bytes for the weights of a unit; `parts`: modules of a unit, one or all.
+  __device__ __forceinline__ GroupPlan(const PairArgs& p, int groups, int num_items, int room, int parts = 1)
+      : block_bytes((p.max_rank + 15) / 16 * 2048 * parts) {
+    const int of_modules = groups * (parts == 1 ? p.num_modules : 1), blocks = group_blocks(p), all = of_modules * blocks;
     const int of_cta = quotient(all + gridDim.x - 1, reciprocal(gridDim.x)), by_warps = quotient(kGroupItems * groups, reciprocal(num_items));
-    width = max(1, min(min(of_cta, kWarpTasks * by_warps), quotient(room, reciprocal(block_bytes))));
+    width = max(1, min(min(of_cta, kWarpTasks / parts * by_warps), quotient(room, reciprocal(block_bytes))));
     of_group = quotient(blocks + width - 1, reciprocal(width));
-    total = groups * p.num_modules * of_group, by_units = reciprocal(of_group);
+    total = of_modules * of_group, by_units = reciprocal(of_group);
   }
 };
 
+// Columns of a group from a unit on, of one module.
 template <class S>
-__device__ __forceinline__ GroupUnit group_unit(const PairArgs& p, const S& sm, const GroupPlan& plan, int unit) {
-  const int group = quotient(unit, plan.by_units), module = quotient(group, reciprocal(sm.groups.count));
-  const uint16_t* starts = sm.groups.starts + group - module * sm.groups.count;
+__device__ __forceinline__ GroupUnit group_part(const PairArgs& p, const S& sm, const GroupPlan& plan, int group, int first, int module) {
+  const uint16_t* starts = sm.groups.starts + group;
   const int4 item = sm.tables.items[starts[0]];
   const int* e = p.modules[module].entries + min(static_cast<unsigned>(item.x), p.num_slots - 1u) * 5;
-  const int first = (unit - group * plan.of_group) * plan.width, rank = min(__ldg(e + 2), p.max_rank);
+  const int rank = min(__ldg(e + 2), p.max_rank);
   const int64_t row = __ldg(e + 1) + static_cast<int64_t>(item.y) * __ldg(e + 4);
   const int col = first * kGroupColumns, blocks = min(plan.width, group_blocks(p) - first);
   return GroupUnit{module, col, blocks, rank, starts[0], starts[1] - starts[0], p.pools[1] + row * p.d_out + col};
+}
+template <class S>
+__device__ __forceinline__ GroupUnit group_unit(const PairArgs& p, const S& sm, const GroupPlan& plan, int unit) {
+  const int group = quotient(unit, plan.by_units), module = quotient(group, reciprocal(sm.groups.count));
+  return group_part(p, sm, plan, group - module * sm.groups.count, (unit - group * plan.of_group) * plan.width, module);
 }
 
 // Asks for the blocks' weights, by all threads: each [rank row][64 columns], zeros up to a step of 16 rows, 16
@@ -111,7 +116,6 @@ __device__ __forceinline__ void fetch_blocks(const PairArgs& p, const GroupUnit&
     const auto* from = u.weights + static_cast<int64_t>(there ? r : 0) * p.d_out + block * kGroupColumns + c * 8;
     copy_16(to + block * plan.block_bytes + r * 128 + ((c ^ (r & 7)) << 4), from, there ? 16 : 0);
   }
-  copies_commit();
 }
 
 // As clear_h, by the last CTAs: who has a shrink to do should wait for nothing before.
@@ -193,7 +197,7 @@ __device__ __forceinline__ GroupTask group_task(const PairArgs& p, const S& sm, 
   return t;
 }
 template <class S>
-__device__ __forceinline__ void finish_task(GroupTask& t, uint32_t weights, const uint32_t* h, int rank) {
+__device__ __forceinline__ void add_to_task(GroupTask& t, uint32_t weights, const uint32_t* h, int rank) {
   const int lane = threadIdx.x & 31, g = lane >> 2, q = lane & 3;
   float acc[4][4] = {};
   group_block<S::kSteps>(weights, h + min(g, t.item.w - 1) * S::kHStride + q, rank, acc);
@@ -203,8 +207,12 @@ __device__ __forceinline__ void finish_task(GroupTask& t, uint32_t weights, cons
     t.y[e].y = add_bf16x2(t.y[e].y, acc[1][e], acc[1][e + 2]);
     t.y[e].z = add_bf16x2(t.y[e].z, acc[2][e], acc[2][e + 2]);
     t.y[e].w = add_bf16x2(t.y[e].w, acc[3][e], acc[3][e + 2]);
-    store_last(t.out[e], t.y[e], q * 2 + e < t.item.w);
   }
+}
+__device__ __forceinline__ void store_task(const GroupTask& t) {
+  const int q = threadIdx.x & 3;
+#pragma unroll
+  for (int e = 0; e < 2; ++e) store_last(t.out[e], t.y[e], q * 2 + e < t.item.w);
 }
 
 template <class S>
@@ -219,6 +227,7 @@ __device__ void expand_groups(const PairArgs& p, S& sm, int num_items) {
   if (unit >= plan.total) return;
   GroupUnit next = group_unit(p, sm, plan, unit);
   fetch_blocks(p, next, plan, weights);
+  copies_commit();
   for (; unit < plan.total; unit += gridDim.x, at ^= 1) {
     const GroupUnit u = next;
     const int tasks = u.rank > 0 || !p.accumulate ? u.items * u.blocks : 0;
@@ -230,7 +239,11 @@ __device__ void expand_groups(const PairArgs& p, S& sm, int num_items) {
         if (first + i * kGroupItems < tasks) some[i] = group_task(p, sm, u, first + i * kGroupItems);
     };
     ask(warp);
-    if (more) next = group_unit(p, sm, plan, unit + gridDim.x), fetch_blocks(p, next, plan, weights + (at ^ 1) * buffer);
+    if (more) {
+      next = group_unit(p, sm, plan, unit + gridDim.x);
+      fetch_blocks(p, next, plan, weights + (at ^ 1) * buffer);
+      copies_commit();
+    }
     if (warp < tasks) bring_h<S>(p, u.module, some[0].item, u.rank, h);
     if (more) copies_wait<1>();
     else copies_wait<0>();
@@ -245,29 +258,33 @@ __device__ void expand_groups(const PairArgs& p, S& sm, int num_items) {
           __syncwarp();
           bring_h<S>(p, u.module, task.item, u.rank, h);
         }
-        finish_task<S>(task, weights + at * buffer + task.block * plan.block_bytes, h, u.rank);
+        add_to_task<S>(task, weights + at * buffer + task.block * plan.block_bytes, h, u.rank);
+        store_task(task);
       }
     }
     __syncthreads();  // the blocks that come next but one may overwrite these
   }
 }
 
-// Both phases, or the expand alone. `unit` and `site` are those of this cluster's first unit.
+// `unit` and `site` are those of this cluster's first unit.
+template <class S>
+__device__ void shrink_for_groups(const PairArgs& p, S& sm, int num_items, const AtOnceUnit& unit, const AtOnceSite& site) {
+  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
+  uint32_t before = 0;
+  if (warp == kHWarp) {
+    before = lane == 0 ? count_launch(p) : 0;
+    clear_last(p);
+  }
+  auto& shared = *reinterpret_cast<AtOnceShared*>(sm.stages);
+  shrink_all_at_once(p, shared, sm.at_once, num_items, unit, site, &sm.cleared, [&] {
+    if (warp == kHWarp) await_clear(p, is_odd(__shfl_sync(~0u, before, 0)), &sm.cleared);
+  });
+  __syncthreads();  // all of h is cleared, and what the shrink used is free
+}
+// Both phases, or the expand alone.
 template <class S>
 __device__ void serve_groups(const PairArgs& p, S& sm, int num_items, const AtOnceUnit& unit, const AtOnceSite& site) {
-  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
-  if (p.shrink) {
-    uint32_t before = 0;
-    if (warp == kHWarp) {
-      before = lane == 0 ? count_launch(p) : 0;
-      clear_last(p);
-    }
-    auto& shared = *reinterpret_cast<AtOnceShared*>(sm.stages);
-    shrink_all_at_once(p, shared, sm.at_once, num_items, unit, site, &sm.cleared, [&] {
-      if (warp == kHWarp) await_clear(p, is_odd(__shfl_sync(~0u, before, 0)), &sm.cleared);
-    });
-    __syncthreads();  // all of h is cleared, and what the shrink used is free
-  }
+  if (p.shrink) shrink_for_groups(p, sm, num_items, unit, site);
   expand_groups(p, sm, num_items);
 }
 

@@ -2,7 +2,7 @@
 // it may run while a stream is being captured.
 #pragma once
 #include "device/launch_early.cuh"
-#include "lora_gemm/decode_shrink.cuh"
+#include "lora_gemm/cluster_launch.cuh"
 #include "lora_gemm/decode.cuh"
 #include "adapter_items/row_metadata.cuh"
 #include "device/swizzled_map.cuh"
@@ -49,20 +49,6 @@ cudaError_t launch_items(void (*kernel)(PairArgs), const PairArgs& args, cudaStr
 template <int NS, int STAGE, int RANKS>
 cudaError_t launch_many(const PairArgs& args, cudaStream_t stream) {
   return launch_items<Shared<NS, STAGE, RANKS>>(pair_kernel<NS, STAGE, RANKS>, args, stream);
-}
-// In clusters that shrink_at_once counts on.
-template <class S>
-cudaError_t launch_clusters(void (*kernel)(PairArgs), const PairArgs& args, cudaStream_t stream) {
-  static_assert(sizeof(S) <= 113 * 1024, "two CTAs must fit an SM");
-  cudaError_t e = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, sizeof(S));
-  int sms = 0;
-  if (e == cudaSuccess) e = count_sms(&sms);
-  if (e != cudaSuccess) return e;
-  cudaLaunchAttribute attributes[2];
-  const unsigned count = cluster_attributes(attributes, kShrinkParts);
-  const int clusters = max(1, sms * 2 / kShrinkParts);
-  const cudaLaunchConfig_t config{dim3(clusters * kShrinkParts), dim3(kThreads), sizeof(S), stream, attributes, count};
-  return cudaLaunchKernelEx(&config, kernel, args);
 }
 template <int NS, int STAGE, int RANKS>
 cudaError_t launch_few(const PairArgs& args, cudaStream_t stream) {
