@@ -5,6 +5,8 @@ from collections.abc import Iterable
 
 from serving.api.request import Failure, Sequence, SequenceResult, SequenceState, StepPlan
 from serving.api.sampling import Sampling
+from serving.loading.residencies import Residencies
+from serving.scheduling.scheduler import Scheduler
 from serving.steps.sampler import INVALID_TOKEN, NO_TOKEN
 
 logger = logging.getLogger(__name__)
@@ -35,11 +37,18 @@ def of_late_masks(plan: StepPlan) -> list[Failure]:
     return [Failure(sequence, _LATE_MASKS, retryable=True) for sequence in live]
 
 
-def of_lost_server(sequences: Iterable[Sequence]) -> list[Failure]:
-    """Return the sequences as failures of their LoRA Server."""
+def of_lost_server(
+    scheduler: Scheduler, residencies: Residencies, lost: frozenset[str]
+) -> list[Failure]:
+    """End the sequences of adapters whose LoRA Server is lost, and return them.
+
+    Those that can run without the server are computed anew in place of that.
+    """
+    servable = residencies.servable_here(lost)
+    restarted = scheduler.restart_adapters(servable) if servable else []
     return [
         Failure(one, _SERVER_FAILED.format(name=one.request.adapter), retryable=True)
-        for one in sequences
+        for one in [*restarted, *scheduler.fail_adapters(lost - servable)]
     ]
 
 

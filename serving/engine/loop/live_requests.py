@@ -150,8 +150,11 @@ class LiveRequests:
                 self._residencies.drop(digest)
 
     def _retire(self, live: LiveRequest, now: float) -> None:
-        """Release a request that has ended, and count it."""
+        """Release a request that has ended, and have it counted soon."""
         self._release(live)
+        self._metrics.later(self._count, live, now)
+
+    def _count(self, live: LiveRequest, now: float) -> None:
         summary = live.summary(now)
         self._metrics.request_done(summary)
         if self._traces is not None:

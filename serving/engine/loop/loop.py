@@ -28,6 +28,7 @@ logger = logging.getLogger(__name__)
 
 STALL_S = 60.0  # a loop that has not turned for so long is not alive
 _LOADING_WAIT_S = 0.0002  # the threads that copy need Python's lock
+_SETTLE_S = 0.002  # a caller with an answer runs first, and a next request within this time
 _IDLE_WAIT_S = 1.0  # the registry is looked at so often while nothing runs
 _BLOCKED_WAIT_S = 0.02  # while sequences wait for something that no step of ours will bring
 _LATE_ROWS = 24  # the sampler takes 50 us a row: of fewer rows it ends before a plan would
@@ -167,6 +168,7 @@ class EngineLoop:
             with self._lock:
                 self.end.set_result(why)
             self._live.close(_DEAD)
+            self._parts.metrics.settle()
             self._parts.drain()
             self._flying, self._alone = None, (None, 0.0)  # whose results lie on the device
 
@@ -193,6 +195,8 @@ class EngineLoop:
             self._hand_out(progress)
         # Behind what callers and masks wait for, beside the step that has been sent.
         loaded = self._advance_loads(step)
+        if step is not None:
+            self._parts.metrics.settle()
         if (is_idle or self._has_ended(step)) and not loaded:
             self._sleep()
         self._flying = step
@@ -225,8 +229,10 @@ class EngineLoop:
         with self._lock:
             aborts, self._aborts, self._woken = self._aborts, [], False
             self._follower.follow()
-            ids = [r.request_id for r in aborts if self._live.find(r.request_id) is r]
-            ended = [s for request_id in ids for s in scheduler.abort(request_id)]
+            ended: list[Sequence] = []
+            for request in aborts:
+                if self._live.find(request.request_id) is request:
+                    ended += scheduler.abort(request.request_id)
             expired = scheduler.expired(now)
             return _Planned(scheduler.plan(now), ended, expired)
 
@@ -341,11 +347,13 @@ class EngineLoop:
             self._parts.residencies.rest()
             cold = run_cold(self._parts.runner, turns, lambda: self._woken or self._closing)
         with self._lock:
-            if self._woken or self._closing:
-                return
             blocked = cold or self._parts.scheduler.has_work
             waits = _LOADING_WAIT_S if loading else _BLOCKED_WAIT_S if blocked else _IDLE_WAIT_S
-            self._wake.wait(waits)
+            if self._parts.metrics.has_notes:
+                waits = min(waits, _SETTLE_S)
+            rang = self._woken or self._closing or self._wake.wait(waits)
+        if not rang:
+            self._parts.metrics.settle()
 
     def _process_results(self, step: InFlightStep) -> None:
         """Read a step's results and hand out what they mean."""
@@ -366,13 +374,15 @@ class EngineLoop:
             prompts = sum(c.sequence.num_prompt == c.start + c.num_tokens for c in step.plan.chunks)
             self._parts.turns.ran(prompts, self._alone[1], time.monotonic())
         failed, self._failed = self._failed, []
+        status = step.remote_status
         if step.plan.is_bound and self._parts.runner.was_late(step):
             failed = failures.of_late_masks(step.plan)
-        lost = self._parts.residencies.affected_by(step.remote_status)
+        lost = None if status is None else self._parts.residencies.affected_by(status)
         with self._lock:  # before a token counts as the sequence's next
             self._fail(failed)
-            affected = self._handle_server_loss(lost) if lost else []
-            self._untold += failures.of_lost_server(affected)
+            if lost:
+                books = self._parts.scheduler, self._parts.residencies
+                self._untold += failures.of_lost_server(*books, lost)
             self._fail(failures.of_bad_logits(results))
             progress = self._parts.scheduler.complete(step.plan, results, time.monotonic())
         self.num_steps += 1
@@ -390,10 +400,3 @@ class EngineLoop:
             num_generated += one.result.token_id is not None
             self._live.deliver(one, now)
         self._parts.metrics.tokens_generated(num_generated)
-
-    def _handle_server_loss(self, lost: frozenset[str]) -> list[Sequence]:
-        """End the requests of lost adapters, or restart those that can run without the server."""
-        scheduler = self._parts.scheduler
-        servable = self._parts.residencies.servable_here(lost)
-        restarted = scheduler.restart_adapters(servable) if servable else []
-        return [*restarted, *scheduler.fail_adapters(lost - servable)]

@@ -1,13 +1,17 @@
 """Prometheus metrics of an engine: vLLM's names, types, buckets and labels, and some of our own.
 
-Gauges are read from the engine when they are scraped; counters and histograms are fed by the
-engine's thread. Labels are only ever names that the operator or the registry chose.
+Gauges are read from the engine when they are scraped. What steps and requests gave is noted at
+once, and counted when the engine's thread has time for it, or before a scrape. Labels are only ever
+names that the operator or the registry chose.
 """
 
+import collections
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client.core import Metric
 
 from lora_jax.adapters.composition import names_in
 from serving.engine.metrics.gauges import Gauges
@@ -29,8 +33,28 @@ COMPOSED = "composed"  # label of weighted sums, of which there may be any numbe
 REJECTIONS = ("queue_full", "adapter_not_found", "invalid", "engine_dead")
 
 
+class _Settles:
+    """A collector of nothing, before whose turn in a scrape all notes are counted."""
+
+    def __init__(self, settle: Callable[[], None]):
+        self._settle = settle
+
+    def describe(self) -> list[Metric]:
+        """Return nothing: the registry must not ask when we register."""
+        return []
+
+    def collect(self) -> Iterable[Metric]:
+        """Count what is noted; return nothing."""
+        self._settle()
+        return ()
+
+
 class EngineMetrics:
-    """The metrics of one engine, in a registry of its own (`registry`)."""
+    """The metrics of one engine, in a registry of its own (`registry`).
+
+    Counting takes as long as all the rest of a short answer, so callers do not wait for it: any
+    thread may note (`later`), and `settle` counts.
+    """
 
     def __init__(
         self,
@@ -42,6 +66,11 @@ class EngineMetrics:
     ):
         """`stats` tells where the engine stands; see also `set_source`."""
         self.registry = CollectorRegistry()
+        self._notes: collections.deque[tuple[Callable[..., None], tuple[Any, ...]]] = (
+            collections.deque()
+        )
+        self._settling = threading.Lock()
+        self.registry.register(_Settles(self.settle))  # the first one: others count after it
         self._model_name = model_name
         self.labels = {"model_name": model_name, "engine": "0"}
         self._gauges = Gauges(self.labels, cache_config, max_loras, stats)
@@ -61,8 +90,25 @@ class EngineMetrics:
         """Read gauges from `stats` from now on; a scrape calls it in its own thread."""
         self._gauges.stats = stats
 
+    def later(self, count: Callable[..., None], *values: Any) -> None:
+        """Have `count(*values)` called by the next `settle`, in the order of these calls."""
+        self._notes.append((count, values))
+
+    @property
+    def has_notes(self) -> bool:
+        """True if `settle` has anything to do."""
+        return bool(self._notes)
+
+    def settle(self) -> None:
+        """Count all that is noted; any thread may call it."""
+        with self._settling:
+            while self._notes:
+                count, values = self._notes.popleft()
+                count(*values)
+
     def forget_requests(self) -> None:
         """Count requests and tokens from zero again; for an engine that has none."""
+        self.settle()
         with self._naming:
             known = tuple(self._adapters)
             for name in known:
@@ -134,7 +180,7 @@ class EngineMetrics:
 
     def step_done(self, num_tokens: int) -> None:
         """Record a finished step."""
-        self._histograms["iteration_tokens_total"].observe(num_tokens)
+        self.later(self._histograms["iteration_tokens_total"].observe, num_tokens)
 
     def token_gap(self, seconds: float) -> None:
         """Record the time between two tokens of one choice, with the step's `tokens_generated`.
@@ -145,15 +191,20 @@ class EngineMetrics:
 
     def first_token(self, seconds: float) -> None:
         """Record the time from arrival to the first token of a request."""
-        self._histograms["time_to_first_token_seconds"].observe(seconds)
+        self.later(self._histograms["time_to_first_token_seconds"].observe, seconds)
 
     def tokens_generated(self, count: int) -> None:
         """Record tokens handed out in a step, and the gaps before them."""
-        gaps, self._gaps = self._gaps, {}
+        self.generation_tokens += count
+        if self._gaps:
+            gaps, self._gaps = self._gaps, {}
+            self.later(self._count_gaps, gaps)
+        if count:
+            self.later(self._generation_tokens.inc, count)
+
+    def _count_gaps(self, gaps: Mapping[float, int]) -> None:
         for seconds, equal in gaps.items():
             self._histograms["inter_token_latency_seconds"].observe_equal(seconds, equal)
-        self.generation_tokens += count
-        self._generation_tokens.inc(count)
 
     def rejected(self, reason: str) -> None:
         """Record a refused request; `reason` is one of REJECTIONS."""
@@ -166,6 +217,9 @@ class EngineMetrics:
     def prompt_scheduled(self, computed: int, cached: int) -> None:
         """Record the prompt of a request when its first output goes out."""
         self.prompt_tokens += computed + cached
+        self.later(self._count_prompt, computed, cached)
+
+    def _count_prompt(self, computed: int, cached: int) -> None:
         self._prompt_tokens.inc(computed + cached)
         self._cached_tokens.inc(cached)
         self._by_source["local_compute"].inc(computed)
@@ -186,6 +240,7 @@ class EngineMetrics:
 
     def remove_adapter(self, name: str) -> None:
         """Have no series for this name any more."""
+        self.settle()  # its last requests count as its own
         with self._naming:
             if name not in self._adapters or name == self._model_name:
                 return
@@ -195,7 +250,7 @@ class EngineMetrics:
             self._adapters.discard(name)
 
     def request_done(self, request: FinishedRequest) -> None:
-        """Record a request whose choices have all ended."""
+        """Count a request whose choices have all ended, now."""
         for reason in request.reasons:
             self._success[reason].inc()
         generated = sum(request.output_lengths)

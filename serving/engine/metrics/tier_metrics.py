@@ -1,6 +1,6 @@
 """Prometheus metrics of adapter tiers: where a request finds its adapter, and what that takes."""
 
-from collections.abc import Collection
+from collections.abc import Callable
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
 
@@ -13,13 +13,13 @@ _READ = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0,
 
 
 def tier_of(
-    entry: AdapterEntry | None, registry: AdapterRegistry, resident: Collection[str]
+    entry: AdapterEntry | None, registry: AdapterRegistry, is_resident: Callable[[str], bool]
 ) -> str:
     """Return where a request finds its adapter; nothing for the base model."""
     if entry is None:
         return ""
     was_read = registry.take_read(entry.digest)  # asked in any case: it counts for one request
-    return DEVICE if entry.digest in resident else DISK if was_read else HOST
+    return DEVICE if is_resident(entry.digest) else DISK if was_read else HOST
 
 
 class TierMetrics:

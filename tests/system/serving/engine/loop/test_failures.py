@@ -1,6 +1,7 @@
 """Sequences that end for what a step gave, and the errors that their callers read."""
 
 import dataclasses
+from types import SimpleNamespace
 
 from serving.api.request import (
     Request,
@@ -61,6 +62,8 @@ def test_barred_tokens_are_the_fault_of_the_request_which_reads_the_fields():
 
 
 def test_a_lost_server_is_named_by_the_adapter():
-    (found,) = failures.of_lost_server([sequence(adapter="sql")])
+    scheduler = SimpleNamespace(fail_adapters=lambda digests: [sequence(adapter="sql")])
+    residencies = SimpleNamespace(servable_here=lambda digests: frozenset())
+    (found,) = failures.of_lost_server(scheduler, residencies, frozenset(["digest"]))
     assert found.retryable
     assert "'sql'" in found.why

@@ -53,7 +53,9 @@ class Books:
             abort=lambda name: self.done.append(f"abort {name}"),
         )
         self.residencies = SimpleNamespace(drop=self.done.append)
-        self.metrics = SimpleNamespace(request_done=lambda summary: None)
+        self.metrics = SimpleNamespace(
+            request_done=lambda summary: None, later=lambda count, *values: count(*values)
+        )
         self.live = LiveRequests(
             threading.Lock(), self.scheduler, self.residencies, self.metrics, self.finished
         )

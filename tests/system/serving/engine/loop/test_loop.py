@@ -453,3 +453,12 @@ def test_the_registry_is_followed(case):
     wait_until(lambda: [name for name, _ in case.residencies.changes] == ["law", "sql"])
     value = case.metrics.registry.get_sample_value
     assert value("lora_jax:adapter_requests_total", {"adapter": "law"}) == 0.0
+
+
+def test_a_caller_has_its_answer_before_it_is_counted_which_is_soon(case, monkeypatch):
+    """Counting takes as long as all the rest of a short answer."""
+    counted, before = threading.Event(), []
+    monkeypatch.setattr(case.metrics, "request_done", lambda one: counted.set())
+    case.ask(max_tokens=1, on_output=lambda delta: before.append(not counted.is_set()))
+    assert counted.wait(60), "an idle engine counts what is left"
+    assert before == [True]

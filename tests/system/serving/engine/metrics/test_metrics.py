@@ -157,3 +157,24 @@ def test_rejections_have_known_reasons():
     name = "vllm:admission_rejections"
     families = scrape(made)
     assert value(families, name, f"{name}_total", reason="queue_full", model_name="tiny") == 1
+
+
+def test_what_is_noted_is_counted_by_the_next_scrape_in_its_order():
+    made, order = make(), []
+    made.later(order.append, 1)
+    made.later(order.append, 2)
+    assert (made.has_notes, order) == (True, [])
+    scrape(made)
+    assert (made.has_notes, order) == (False, [1, 2])
+
+
+def test_the_last_requests_of_an_adapter_count_as_its_own_though_it_goes_before_they_count():
+    made = make()
+    made.add_adapter("law@2")
+    made.later(made.request_done, dataclasses.replace(DONE, adapter="law@2"))
+    seen = []
+    made.later(lambda: seen.append(set(made._adapters)))
+    made.remove_adapter("law@2")
+    assert seen == [{"tiny", "law@2"}]
+    family = scrape(made)["lora_jax:adapter_requests"]
+    assert "other" not in {s.labels["adapter"] for s in family.samples}
