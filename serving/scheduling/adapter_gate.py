@@ -123,8 +123,9 @@ class AdapterGate:
                 continue
             if self._residency.is_resident(digest):
                 held.add(digest)
-        self._held = frozenset(held)
-        self._residency.protect(self._held)
+        if held != self._held:
+            self._held = frozenset(held)
+            self._residency.protect(self._held)
 
     def leave(self, sequence: Sequence) -> None:
         """Take the slot back from a sequence that has one."""
@@ -156,6 +157,8 @@ class AdapterGate:
 
         A step takes them last: `prompts_by_tenant`.
         """
+        if not self._since:
+            return frozenset()
         misses = reversed(self._since.items())  # the last ones first
         return frozenset(s for s, _ in itertools.takewhile(lambda m: now - m[1] < _LATE_S, misses))
 

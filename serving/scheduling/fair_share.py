@@ -41,7 +41,8 @@ class FairShares:
     @property
     def are_shared(self) -> bool:
         """True if more than one tenant has live sequences."""
-        return sum(tenant.live > 0 for tenant in self._tenants.values()) > 1
+        several = len(self._tenants) > 1
+        return several and sum(tenant.live > 0 for tenant in self._tenants.values()) > 1
 
     def enter(self, share: Share, count: int, *, begins: bool) -> None:
         """Take in `count` more live sequences; `begins`: nothing of the tenant waited before."""
@@ -73,7 +74,7 @@ class FairShares:
 
     def first(self, names: Iterable[str]) -> str:
         """Return the tenant that comes next, and set the clock to its time."""
-        name = min(names, key=self._rank)
+        name = min(names, key=self._rank) if len(self._tenants) > 1 else next(iter(names))
         self._clock = max(self._clock, self._tenants[name].time)
         return name
 

@@ -108,7 +108,8 @@ class LiveSequences:
 
     def expired(self, now: float) -> list[Sequence]:
         """End and return the sequences that waited too long for an adapter slot."""
-        return self._finish_all(self._gate.expired(now), FinishReason.ERROR)
+        late = self._gate.expired(now)
+        return self._finish_all(late, FinishReason.ERROR) if late else late
 
     def waiting_for(self, digest: str) -> list[Sequence]:
         """Return the waiting sequences of an adapter, e.g. to fail them when it cannot load."""
@@ -218,4 +219,6 @@ class LiveSequences:
             sequence.first_scheduled_s = now
 
     def _follows_sibling(self, sequence: Sequence) -> bool:
+        if not sequence.index:  # the first one computes the prompt
+            return False
         return self._pages.follows(sequence, self._requests[sequence.request.request_id])

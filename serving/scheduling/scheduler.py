@@ -30,7 +30,7 @@ from serving.scheduling.adapter_gate import AdapterResidency
 from serving.scheduling.claims import Claims, decode_order
 from serving.scheduling.endings import take_in
 from serving.scheduling.live_sequences import LiveSequences
-from serving.scheduling.short_steps import ShortStep, short_step
+from serving.scheduling.short_steps import NOT_SHORT, ShortStep, short_step
 from serving.scheduling.stats import SchedulerStats
 from serving.scheduling.step_budget import SchedulerLimits, StepBudget
 from serving.scheduling.waiting_line import prompts_by_tenant
@@ -59,8 +59,11 @@ class Scheduler(LiveSequences):
         num_idle = min(max(1, self._running.num_free_rows), len(self._waiting))
         starving = self._gate.is_starving
         self._pages.start_step(len(self._running), num_idle, is_starving=starving)
+        if not self.has_work:
+            self._gate.hold((), 0)
+            return None
         step = StepBudget(self.limits.max_num_batched_tokens, self.limits.max_logit_rows)
-        order, short = list(self._running), ShortStep()
+        order, short = list(self._running), NOT_SHORT
         if self._fair.are_shared:
             self._claim_slots(now)
             self._claim(now)
@@ -69,12 +72,14 @@ class Scheduler(LiveSequences):
             short = short_step(self._fair, order, self._waiting.tenants, rows)
             order = short.order(order)
         preemptions = self._num_preemptions
-        crowd = [sequence for sequence in order if sequence.tenant in short.crowds]
-        self._decode(step, order[: len(order) - len(crowd)], order)
+        crowd = [s for s in order if s.tenant in short.crowds] if short.crowds else []
+        if len(order) > len(crowd):
+            self._decode(step, order[: len(order) - len(crowd)], order)
         if self.limits.mixed_step_tokens is not None:
             step.bound_prompts(self.limits.mixed_step_tokens)
         if not self._fill_short(step, short, now, self._num_preemptions == preemptions):
-            self._decode(step, crowd, order)
+            if crowd:
+                self._decode(step, crowd, order)
             self._fill(step, now, admitting=self._num_preemptions == preemptions)
         if self._speculation is not None:
             self._speculation.extend(step, self._pages, len(self._running))
@@ -173,7 +178,8 @@ class Scheduler(LiveSequences):
     ) -> None:
         late = self._gate.late(now)
         lines = prompts_by_tenant(self._running, self._waiting, late)
-        lines = {t: line for t, line in lines.items() if not tenants or t in tenants}
+        if tenants:
+            lines = {t: line for t, line in lines.items() if t in tenants}
         if not lines:
             self._fair.settle()
         if self.modes is not None:

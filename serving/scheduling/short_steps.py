@@ -36,6 +36,9 @@ class ShortStep:
             fair.charge(tenant, idle_rows / len(served & self.callers))
 
 
+NOT_SHORT = ShortStep()
+
+
 def short_step(
     fair: FairShares, running: SequenceOf[Sequence], waiting: Iterable[str], num_rows: int
 ) -> ShortStep:
@@ -51,5 +54,5 @@ def short_step(
         and all(fair.comes_before(name, crowd) for crowd in crowds)
     }
     if not (callers and crowds):
-        return ShortStep()
+        return NOT_SHORT
     return ShortStep(frozenset(callers), frozenset(crowds))
