@@ -13,6 +13,7 @@ programs, forward and sample.
 
 import dataclasses
 import functools
+import operator
 from collections.abc import Iterable
 from typing import Any
 
@@ -44,6 +45,16 @@ from serving.steps.token_masks import HostMasks
 # XLA takes the addresses of expert tensors for memory, finds more of it than there is, and would
 # compute many things twice to save some. It still says once that the arguments exceed its limit.
 NO_REMAT = {"xla_disable_hlo_passes": "rematerialization"}
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Flat:
+    """A step's arguments that stay from step to step, flattened."""
+
+    parts: tuple[Any, ...]
+    leaves: list[Any]
+    trees: tuple[Any, Any]  # of what is donated, of the rest
+    table: int  # place of the step's table among the leaves; block tables come next
 
 
 class CompiledStep:
@@ -87,6 +98,7 @@ class CompiledStep:
         self._results: dict[int, Sampled] = {}  # by number of logit rows
         self._forwarded: dict[int, Forwarded] = {}  # by bucket
         self._sent: np.ndarray | jax.Array | None = None  # the table of a forward part
+        self._flat: _Flat | None = None  # of the last step
         self._status: jax.Array | None = None  # of a LoRA Server's ranks
         if in_place and link is not None:
             self._status = self._place(np.zeros(link.client.servers, np.int32))
@@ -244,10 +256,21 @@ class CompiledStep:
         donated, donated_tree = jax.tree.flatten((cache, history, results, status))
         adapters = (operands.slots, operands.reroute_tables, operands.remote_table)
         leaves, slot = self._weights(operands)
-        waits = (self._board, self.inputs.number) if bound else None
-        rest = (adapters, table, self.inputs.pages, operands.images, slot, pooled, fixed, waits)
-        rest, rest_tree = jax.tree.flatten(rest)
-        return leaves, donated, rest, (donated_tree, rest_tree)
+        parts = *adapters, operands.images, slot, pooled, *fixed
+        flat = self._flat
+        if bound or flat is None or not all(map(operator.is_, parts, flat.parts)):
+            waits = (self._board, self.inputs.number) if bound else None
+            rest = (adapters, table, self.inputs.pages, operands.images, slot, pooled, fixed, waits)
+            rest, rest_tree = jax.tree.flatten(rest)
+            place = len(jax.tree.leaves(adapters))
+            flat = _Flat(parts, rest, (donated_tree, rest_tree), place)
+            self._flat = None if bound else flat
+        elif flat.trees[0] != donated_tree:
+            flat = dataclasses.replace(flat, trees=(donated_tree, flat.trees[1]))
+            self._flat = flat
+        rest = flat.leaves.copy()
+        rest[flat.table : flat.table + 2] = table, self.inputs.pages
+        return leaves, donated, rest, flat.trees
 
     def _caches(self, operands: Operands) -> tuple[PagedKVCache | None, PagedKVCache | None]:
         """Return the cache as what is donated, and as what is not."""

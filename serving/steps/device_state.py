@@ -210,6 +210,29 @@ class PackedRow:
     values: np.ndarray
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
+class PackedPrompt:
+    """A row of which nothing is drawn, as a task head answers: only its tokens are ever read."""
+
+    tokens: np.ndarray  # int32 [tokens]
+    max_len: int
+    vocab: int
+
+    @property
+    def values(self) -> np.ndarray:
+        """PackedRow.values of the whole row."""
+        values = _neutral(self.max_len, self.vocab).copy()
+        start = _INTS_START + _NUM_INTS
+        values[start : start + len(self.tokens)] = self.tokens
+        return values
+
+
+def pack_prompt(token_ids: SequenceOf[int], max_len: int, vocab: int) -> PackedPrompt:
+    """Return the row of a sequence of which nothing is drawn; ValueError for too many tokens."""
+    _check_sizes(token_ids, (), max_len)
+    return PackedPrompt(np.array(token_ids, np.int32), max_len, vocab)
+
+
 def numbers_of_row(max_len: int) -> int:
     """Return how many numbers of 4 bytes a row has, of sequences of up to `max_len` tokens."""
     return _INTS_START + _NUM_INTS + max_len
@@ -299,7 +322,7 @@ def parts_of(packed: PackedRow) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.
     )
 
 
-def admit(state: RowState, row: int, packed: PackedRow) -> RowState:
+def admit(state: RowState, row: int, packed: PackedRow | PackedPrompt) -> RowState:
     """Return `state` (donated) with row `row` taken over by a packed sequence; see pack_row."""
     return _admit(state, np.concatenate([np.array([row], np.int32), packed.values]))
 

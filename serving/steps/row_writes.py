@@ -10,7 +10,7 @@ import jax
 import numpy as np
 
 from lora_jax.adapters.row_copies import has_ended
-from serving.steps.device_state import PackedRow, RowState, admit, parts_of
+from serving.steps.device_state import PackedPrompt, PackedRow, RowState, admit, parts_of
 
 
 class RowWrites:
@@ -19,28 +19,30 @@ class RowWrites:
     def __init__(self, *, by_host: bool):
         """With `by_host` the state lies in the memory of this process, on one device."""
         self._by_host = by_host
-        self._addresses: tuple[int, ...] = ()
-        self._views: tuple[np.ndarray, ...] = ()  # of the arrays at these addresses
+        self._views: dict[int, tuple[int, np.ndarray]] = {}  # of arrays by place: address, array
 
-    def admit(self, state: RowState, row: int, packed: PackedRow) -> RowState:
+    def admit(self, state: RowState, row: int, packed: PackedRow | PackedPrompt) -> RowState:
         """Return `state` (donated, or written to) with row `row` taken over by a packed sequence.
 
         The host writes where every array is there: a step returns the history, so none runs then.
         """
+        if isinstance(packed, PackedPrompt) and self._by_host and has_ended(state.history):
+            self._writable(0, state.history)[row, : len(packed.tokens)] = packed.tokens
+            return state
         arrays = state.history, state.key, state.ints, state.floats
         if not (self._by_host and all(map(has_ended, arrays))):
             return admit(state, row, packed)
-        for view, values in zip(self._writable(arrays), parts_of(packed), strict=True):
-            view[row] = values
+        assert isinstance(packed, PackedRow), "a prompt alone has been written above"
+        for place, values in enumerate(parts_of(packed)):
+            self._writable(place, arrays[place])[row] = values
         return state
 
-    def _writable(self, arrays: tuple[jax.Array, ...]) -> tuple[np.ndarray, ...]:
-        addresses = tuple(array.unsafe_buffer_pointer() for array in arrays)
-        if addresses != self._addresses:
-            pairs = zip(addresses, arrays, strict=True)
-            self._views = tuple(_view(address, array) for address, array in pairs)
-            self._addresses = addresses
-        return self._views
+    def _writable(self, place: int, array: jax.Array) -> np.ndarray:
+        """Return the state's array of this place as one that the host can write to."""
+        address, view = array.unsafe_buffer_pointer(), self._views.get(place)
+        if view is None or view[0] != address:
+            view = self._views[place] = address, _view(address, array)
+        return view[1]
 
 
 def _view(address: int, array: jax.Array) -> np.ndarray:

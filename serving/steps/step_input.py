@@ -11,7 +11,7 @@ from collections.abc import Iterable
 import numpy as np
 
 from serving.api.request import PageMove, ScheduledChunk, Sequence, StepPlan
-from serving.steps.device_state import PackedRow, pack_row
+from serving.steps.device_state import PackedPrompt, PackedRow, pack_prompt, pack_row
 from serving.steps.step import (
     BY_HEAD,
     NUM_TARGETS,
@@ -42,7 +42,7 @@ class StepInput:
     program: Program
     table: np.ndarray  # int32 [table_rows, seqs]
     moves: tuple[PageMove, ...]
-    admitted: tuple[tuple[int, PackedRow], ...]  # by row
+    admitted: tuple[tuple[int, PackedRow | PackedPrompt], ...]  # by row
     pages: tuple[NewPages, ...]
     in_parts: bool
 
@@ -76,22 +76,31 @@ class StepInputs:
         return np.zeros((self._sizes.table_rows, self._sizes.max_seqs), np.int32)
 
     def _table(self, plan: StepPlan) -> np.ndarray:
-        """Return the table, written at once: numpy takes as long for a number as for a column."""
+        """Return the table; many chunks at once, as numpy takes as long for one as for a column."""
         table = self.empty_table()
-        if not plan.chunks:
+        if len(plan.chunks) <= _FEW_CHUNKS:
+            for row, *numbers in map(_column, plan.chunks):
+                assert row >= 0, _NO_ROW
+                table[: len(numbers), row] = numbers
+            self._add_drafts(table, plan)
             return table
         numbers = itertools.chain.from_iterable(map(_column, plan.chunks))
         shape = len(plan.chunks), 1 + len(_FIELDS)
         columns = np.fromiter(numbers, np.int32, shape[0] * shape[1]).reshape(shape)
-        assert columns[:, 0].min() >= 0, "a step of a sequence that has ended or waits"
+        assert columns[:, 0].min() >= 0, _NO_ROW
         table[_FIELDS, columns[:, 0]] = columns[:, 1:].T
+        self._add_drafts(table, plan)
+        return table
+
+    def _add_drafts(self, table: np.ndarray, plan: StepPlan) -> None:
         for chunk in plan.chunks:
             if chunk.drafts:
                 row = chunk.sequence.row
                 table[TABLE_ROWS : TABLE_ROWS + len(chunk.drafts), row] = chunk.drafts
-        return table
 
-    def _packed(self, sequence: Sequence) -> PackedRow:
+    def _packed(self, sequence: Sequence) -> PackedRow | PackedPrompt:
+        if sequence.request.head is not None:
+            return pack_prompt(sequence.token_ids, self._sizes.max_len, self._vocab_size)
         return pack_row(
             sequence.request.sampling,
             sequence.token_ids,
@@ -114,6 +123,8 @@ class StepInputs:
                 yield NewPages(row, first, new)
 
 
+_FEW_CHUNKS = 4  # are written one by one sooner than all at once
+_NO_ROW = "a step of a sequence that has ended or waits"
 _FIELDS = np.array([START, NUM_TOKENS, SLOT, NUM_TARGETS, SAMPLES])[:, None]  # of _column
 
 
@@ -129,7 +140,7 @@ def _column(chunk: ScheduledChunk) -> tuple[int, ...]:
 
 def is_scored(plan: StepPlan) -> bool:
     """Return whether log-probabilities of a row are wanted."""
-    return any(
-        chunk.prompt_logprobs or chunk.sequence.request.sampling.logprobs is not None
-        for chunk in plan.chunks
-    )
+    for chunk in plan.chunks:
+        if chunk.prompt_logprobs or chunk.sequence.request.sampling.logprobs is not None:
+            return True
+    return False

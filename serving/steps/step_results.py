@@ -66,6 +66,8 @@ def in_flight(
     waits: bool = False,
 ) -> InFlightStep:
     """Return the step, its results on their way to the host."""
+    if _is_host():
+        return InFlightStep(plan, first_rows, sampled, scored, status, number, waits)
     wanted = [sampled.token_ids]
     if scored:
         wanted += [sampled.logprobs, sampled.ranks, sampled.top_ids, sampled.top_logprobs]
@@ -73,9 +75,8 @@ def in_flight(
         wanted.append(sampled.heads)
     if status is not None:
         wanted.append(status)
-    if not _is_host():
-        for leaf in wanted:
-            leaf.copy_to_host_async()
+    for leaf in wanted:
+        leaf.copy_to_host_async()
     return InFlightStep(plan, first_rows, sampled, scored, status, number, waits)
 
 
@@ -92,6 +93,8 @@ def first_rows(plan: StepPlan) -> tuple[int, ...]:
     To be asked before the step: the scheduler may take a row away while the step runs.
     """
     chunks = plan.chunks
+    if len(chunks) == 1:
+        return (chunks[0].sequence.row if chunks[0].by_head else 0,)
     rows = [chunk.sequence.row for chunk in chunks]
     firsts, first = [0] * len(chunks), 0
     for index in sorted(range(len(chunks)), key=rows.__getitem__):
@@ -192,7 +195,7 @@ class HostArrays:
     def _of_head(self, chunk: ScheduledChunk, row: int) -> SequenceResult:
         assert self._heads is not None, "a head was asked in an engine without heads"
         logits = self._heads[row]
-        bad = None if np.isfinite(logits).all() else INVALID_TOKEN
+        bad = None if np.logical_and.reduce(np.isfinite(logits)) else INVALID_TOKEN
         return SequenceResult(chunk, bad, head=logits)
 
     def _entry(self, row: int, count: int) -> TokenLogprobs:

@@ -9,7 +9,7 @@ import pytest
 
 from serving.api.sampling import Sampling
 from serving.steps import row_writes as module
-from serving.steps.device_state import admit, init_row_state, pack_row
+from serving.steps.device_state import admit, init_row_state, pack_prompt, pack_row
 from serving.steps.row_writes import RowWrites
 
 MAX_LEN, VOCAB = 24, 50
@@ -64,3 +64,21 @@ def test_the_row_of_a_step_that_has_ended_is_written_by_the_host():
     state = admit(init_row_state(4, MAX_LEN), 1, packed(0))
     jax.block_until_ready(state)
     assert RowWrites(by_host=True).admit(state, 3, packed(1)) is state
+
+
+def test_of_a_prompt_of_which_nothing_is_drawn_the_host_writes_the_tokens_alone():
+    writes, state = RowWrites(by_host=True), init_row_state(4, MAX_LEN)
+    writes.admit(state, 2, packed(1))
+    before = [np.array(leaf) for leaf in jax.tree.leaves(state)]
+    assert writes.admit(state, 2, pack_prompt([5, 4], MAX_LEN, VOCAB)) is state
+    before[0][2, :2] = 5, 4
+    for got, wanted in zip(jax.tree.leaves(state), before, strict=True):
+        np.testing.assert_array_equal(got, wanted)
+
+
+def test_a_prompt_arrives_by_a_program_too_and_one_that_is_too_long_is_named():
+    prompt = pack_prompt([5, 4], MAX_LEN, VOCAB)
+    state = RowWrites(by_host=False).admit(init_row_state(4, MAX_LEN), 1, prompt)
+    np.testing.assert_array_equal(state.history[1], [5, 4] + [0] * (MAX_LEN - 2))
+    with pytest.raises(ValueError, match="25 tokens does not fit into 24"):
+        pack_prompt([0] * 25, MAX_LEN, VOCAB)
