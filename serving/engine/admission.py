@@ -6,12 +6,12 @@ from typing import Any
 
 from lora_jax.adapters.entries import AdapterEntry
 from lora_jax.adapters.task_head import TaskHead
-from serving.api.images import PlacedImages
+from serving.api.images import PlacedImages, PromptImage
 from serving.api.request import QueueFull, Request
 from serving.api.sampling import Sampling
 from serving.engine.classification import asked_head
 from serving.engine.inputs.generate_arguments import Adapter
-from serving.engine.inputs.image_inputs import with_placed
+from serving.engine.inputs.image_inputs import placed_images
 from serving.engine.loop.live_request import LiveRequest
 from serving.engine.parts.parts import EngineParts
 from serving.text.bad_words import BadWords
@@ -72,10 +72,23 @@ class Admission:
             self._metrics.rejected("invalid")
             raise
 
-    def queue(self, request: Request, entry: AdapterEntry | None, images: PlacedImages) -> None:
+    def placed(
+        self,
+        prompt_ids: Sequence[int],
+        images: PlacedImages,
+        entry: AdapterEntry | None,
+        salt: str,
+    ) -> tuple[PromptImage, ...]:
+        """Return a request's images with their keys; raises, and counts, what is impossible."""
+        try:
+            return placed_images(self._images, prompt_ids, images, entry, salt)
+        except ValueError:
+            self._metrics.rejected("invalid")
+            raise
+
+    def queue(self, request: Request, entry: AdapterEntry | None) -> None:
         """Hand a request to the loop; raises QueueFull, ValueError or EngineDead."""
         try:
-            request = with_placed(request, self._images, images, entry)
             if request.grammar is None and request.sampling.structured_outputs is not None:
                 grammar = self._grammars.of(request.sampling)
                 request = dataclasses.replace(request, grammar=grammar)
@@ -92,7 +105,7 @@ class Admission:
             if entry is not None:
                 self._registry.handed_in(entry)
             if request.tier:
-                self._metrics.tiers.queued(request.tier)
+                self._metrics.later(self._metrics.tiers.queued, request.tier)
         except QueueFull:
             self._metrics.rejected("queue_full")
             raise

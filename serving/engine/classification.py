@@ -45,7 +45,7 @@ def asked_head(name: str | None, entry: AdapterEntry | None, sampling: Sampling)
         raise ValueError("The base model has no task head: name an adapter that has one.")
     if entry.report.head is None:
         raise ValueError(f"The adapter {name!r} has no task head; ask it for text.")
-    if sampling != HEAD_SAMPLING:
+    if sampling is not HEAD_SAMPLING and sampling != HEAD_SAMPLING:
         raise ValueError("A task head samples nothing: its sampling must be HEAD_SAMPLING.")
     return entry.report.head
 

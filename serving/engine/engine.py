@@ -7,7 +7,6 @@ with Engine("path/to/model", adapters={"sql": "path/to/adapter"}) as engine:
 import functools
 import os
 import queue
-import secrets
 import time
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -281,7 +280,8 @@ class Engine:
         `HEAD_SAMPLING`. The span of the request, where spans are sent, is part of `trace`. Raises
         AdapterNotFound, ValueError, QueueFull or EngineDead.
         """
-        request_id = request_id or secrets.token_hex(12)
+        prompt_ids = tuple(prompt_ids)
+        request_id = request_id or os.urandom(12).hex()
         now = time.monotonic()
         deadline = now + (DEFAULT_DEADLINE_S if deadline_s is None else deadline_s)
         options = {"key": session or request_id, "deadline": deadline}
@@ -290,11 +290,11 @@ class Engine:
         name, entry = self._admission.check(prompt_ids, adapter, sampling, entry, named)
         request = Request(
             request_id=request_id,
-            prompt_ids=tuple(prompt_ids),
+            prompt_ids=prompt_ids,
             sampling=sampling,
             adapter=name,
             adapter_digest="" if entry is None else entry.digest,
-            tier=tier_of(entry, self.registry, self._parts.residencies.snapshot.resident),
+            tier=tier_of(entry, self.registry, self._parts.residencies.holds),
             on_output=on_output,
             arrival_s=now,
             deadline_s=deadline,
@@ -302,9 +302,10 @@ class Engine:
             share=share or Share(),
             grammar=grammar,
             trace=trace,
+            images=self._admission.placed(prompt_ids, images, entry, cache_salt),
             head=self._admission.head_of(name, entry, sampling) if by_head else None,
         )
-        self._admission.queue(request, entry, images)
+        self._admission.queue(request, entry)
         return request.request_id
 
     def compose(self, parts: Sequence[tuple[AdapterEntry, float]]) -> AdapterEntry:

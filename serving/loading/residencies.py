@@ -186,6 +186,10 @@ class Residencies:
         snapshots = (residency.snapshot for residency in self._all)
         return functools.reduce(operator.add, snapshots, ResidencySnapshot())
 
+    def holds(self, digest: str) -> bool:
+        """Return whether an adapter is on the device; any thread may ask."""
+        return any(digest in residency.resident for residency in self._all)
+
     def rest(self) -> None:
         """Give the device back what unloaded adapters have left; for when nothing is to be done."""
         for residency in self._all:

@@ -147,6 +147,11 @@ class AbstractResidency(abc.ABC):
         """Adapters of this kind on the device."""
         return ResidencySnapshot()
 
+    @property
+    def resident(self) -> frozenset[str]:
+        """Digests of this kind's adapters on the device, as in `snapshot`; any thread may ask."""
+        return frozenset()
+
     def rest(self) -> None:
         """Give the device back what unloaded adapters have left; for when nothing is to be done."""
         return
@@ -212,6 +217,10 @@ class AbstractLoaderResidency(AbstractResidency):
     @property
     def snapshot(self) -> ResidencySnapshot:
         return self._loader.snapshot
+
+    @property
+    def resident(self) -> frozenset[str]:
+        return self._loader.snapshot.resident
 
     def check_integrity(self) -> None:
         self._loader.check_integrity()

@@ -1,9 +1,8 @@
 """`Engine.generate`: many prompts at once, in order, with a progress bar."""
 
-import contextlib
 import queue
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 from tqdm import tqdm
 
@@ -47,12 +46,18 @@ class Batch:
 
     def run(self) -> list[RequestOutput]:
         """Return all answers in order; raises what `submit` raises, or RequestFailed."""
-        with contextlib.nullcontext() if self._bar is None else self._bar:
-            for index in range(len(self._requests)):
-                self._hand_in(index)
-            while self.live:
-                self._take_delta()
+        if self._bar is None:
+            self._run()
+        else:
+            with self._bar:
+                self._run()
         return [collector.output() for collector in self._collectors]
+
+    def _run(self) -> None:
+        for index in range(len(self._requests)):
+            self._hand_in(index)
+        while self.live:
+            self._take_delta()
 
     def _hand_in(self, index: int) -> None:
         """Submit one prompt; while the queue is full, make room by taking in answers."""
@@ -96,6 +101,6 @@ class Batch:
 
 def shown_name(adapter: Adapter) -> str | None:
     """Return the name of an adapter, or of a weighted sum; ValueError for a sum that is none."""
-    if not isinstance(adapter, Mapping):
+    if adapter is None or isinstance(adapter, str):
         return adapter
     return shown((part.name, part.weight) for part in parts_of(adapter))

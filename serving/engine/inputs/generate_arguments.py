@@ -100,7 +100,11 @@ def with_images(prompts: Sequence[GivenPrompt], images: Any) -> list[GivenPrompt
 
 def as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """Return a list of prompts; a text, a dict or a list of token ids is one prompt."""
-    if isinstance(prompts, str | Mapping):
+    if isinstance(prompts, str):
+        return [prompts]
+    if isinstance(prompts, list) and prompts and isinstance(prompts[0], str):
+        return list(prompts)
+    if isinstance(prompts, Mapping):
         return [prompts]
     if isinstance(prompts, bytes | bytearray) or not isinstance(prompts, Iterable):
         raise TypeError(
@@ -128,13 +132,14 @@ def adapter_and_sampling(
     There `sampling_params` comes second and `lora_request` names the adapter. TypeError for two
     values of one of them, and for a dict of sampling values, as SGLang takes it.
     """
-    if isinstance(adapter, Mapping) and _OF_SAMPLING & adapter.keys():
+    is_name = adapter is None or isinstance(adapter, str)  # as nearly all are; a Mapping is slow
+    if not is_name and isinstance(adapter, Mapping) and _OF_SAMPLING & adapter.keys():
         shown = ", ".join(sorted(_OF_SAMPLING & adapter.keys()))
         raise TypeError(
             f"a dict with {shown} is no sum of adapters: give Sampling(temperature=..., "
             "max_tokens=...) in place of the dict."
         )
-    if _is_sampling(adapter):  # generate(prompts, Sampling(...))
+    if not is_name and _is_sampling(adapter):  # generate(prompts, Sampling(...))
         adapter, sampling = None, _one_of("sampling", adapter, sampling)
     sampling = _one_of("sampling", sampling, sampling_params)
     if lora_request is not None:

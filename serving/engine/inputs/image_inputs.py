@@ -1,11 +1,9 @@
 """Prompts of Python callers as token ids with images placed in them. No jax."""
 
-import dataclasses
 from collections.abc import Sequence
 
 from lora_jax.adapters.entries import AdapterEntry
-from serving.api.images import PlacedImages, PreparedImage
-from serving.api.request import Request
+from serving.api.images import PlacedImages, PreparedImage, PromptImage
 from serving.engine.images.front import TEXT_ONLY, ImageFront
 from serving.engine.inputs.generate_arguments import GivenPrompt
 from serving.text.tokenizer import Tokenizer
@@ -36,17 +34,16 @@ def read_prompts(
     return ids, placed
 
 
-def with_placed(
-    request: Request,
+def placed_images(
     front: ImageFront | None,
+    prompt_ids: Sequence[int],
     images: PlacedImages,
     entry: AdapterEntry | None,
-) -> Request:
-    """Return a request with its images and their keys; ValueError when its prompt disagrees."""
+    salt: str = "",
+) -> tuple[PromptImage, ...]:
+    """Return a request's images with their keys; ValueError when its prompt disagrees."""
     if front is None:
         if images:
             raise ValueError(TEXT_ONLY)
-        return request
-    prepared, starts = [image for image, _ in images], [start for _, start in images]
-    placed = front.placed(request.prompt_ids, prepared, starts, entry, request.cache_salt)
-    return dataclasses.replace(request, images=placed)
+        return ()
+    return front.placed(prompt_ids, images, entry, salt)

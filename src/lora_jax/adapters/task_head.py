@@ -85,17 +85,14 @@ class TaskHead:
         if self.kind is HeadKind.BOXES:
             return self._found(np.asarray(logits, np.float64)[: self.size])
         wide = np.asarray(logits, np.float64)[: len(self.labels)]
-        probs = self.probabilities(wide)
-        index = int(np.argmax(wide))
-        several = self.kind is HeadKind.MULTI_LABEL
-        chosen = [i for i, p in enumerate(probs) if p >= _LIKELY] if several else [index]
-        return HeadAnswer(
-            logits=tuple(wide.tolist()),
-            probs=tuple(probs.tolist()),
-            index=index,
-            label=self.labels[index],
-            labels=tuple(self.labels[i] for i in chosen),
-        )
+        probs, index = self.probabilities(wide).tolist(), int(wide.argmax())
+        label, labels = self.labels[index], ()
+        if self.kind is HeadKind.MULTI_LABEL:
+            pairs = zip(self.labels, probs, strict=True)
+            labels = tuple([one for one, probability in pairs if probability >= _LIKELY])
+        else:
+            labels = (label,)
+        return HeadAnswer(tuple(wide.tolist()), tuple(probs), index, label, labels)
 
     def _found(self, logits: np.ndarray) -> HeadAnswer:
         """Return the boxes of the queries that are not most likely nothing."""
@@ -137,8 +134,9 @@ def sigmoid(logits: np.ndarray) -> np.ndarray:
 
 def softmax(logits: np.ndarray) -> np.ndarray:
     """Return e^x / sum e^x."""
-    powers = np.exp(logits - logits.max())
-    return powers / powers.sum()
+    # Reductions of ufuncs: methods of arrays take a detour through Python to the same sums.
+    powers = np.exp(logits - np.maximum.reduce(logits))
+    return powers / np.add.reduce(powers)
 
 
 def head_logits(

@@ -6,7 +6,6 @@ stay in memory.
 """
 
 import collections
-import copy
 import threading
 import weakref
 from collections.abc import Callable
@@ -25,7 +24,8 @@ class LentEntries:
 
     def lend(self, entry: AdapterEntry) -> AdapterEntry:
         """Return a copy of the entry, which counts until the last reference to it goes."""
-        lent = copy.copy(entry)
+        lent = object.__new__(type(entry))  # copy.copy takes five times as long
+        lent.__dict__.update(entry.__dict__)
         with self._lock:
             self._counts[entry.digest] += 1
         self._loans[id(lent)] = _Loan(lent, self._ended)
@@ -62,6 +62,3 @@ class _Loan(weakref.ref[AdapterEntry]):
         loan = super().__new__(cls, lent, ended)  # type: ignore[arg-type]
         loan.number, loan.digest = id(lent), lent.digest
         return loan
-
-    def __init__(self, lent: AdapterEntry, ended: Callable[["_Loan"], None]):
-        super().__init__(lent, ended)  # type: ignore[arg-type]

@@ -12,6 +12,7 @@ import itertools
 import threading
 import time
 from collections.abc import Callable, Iterator
+from typing import Any
 
 from lora_jax.adapters.registry_errors import HostFull
 
@@ -55,7 +56,15 @@ class RoomLine:
         return len(self._waiting)
 
     @contextlib.contextmanager
-    def ticket(
+    def ticket(self, wake: Callable[[], None], **options: Any) -> Iterator[Ticket]:
+        """Yield the ticket that `begin` returns for these arguments, and `end` it."""
+        ticket = self.begin(wake, **options)
+        try:
+            yield ticket
+        finally:
+            self.end(ticket)
+
+    def begin(
         self,
         wake: Callable[[], None],
         *,
@@ -63,18 +72,24 @@ class RoomLine:
         wait_s: float = 2 * PATIENCE_S,
         lends: bool = True,
         owner: str = "",
-    ) -> Iterator[Ticket]:
-        """Yield a ticket for one request of a caller, which may wait for `wait_s` seconds."""
-        patience = min(PATIENCE_S, wait_s / 2)
+    ) -> Ticket:
+        """Return a ticket for one request of a caller, which may wait for `wait_s` seconds.
+
+        `end` must follow.
+        """
         with self._lock:  # start-time fair queueing: a round later than the caller's last one
-            rounds = [one.order[1] + 1 for one in self._waiting if one.owner == owner]
-            order = deadline, max([self._round, *rounds]), next(self._numbers)
-        ticket = Ticket(order, wake, patience, lends, owner)
-        try:
-            yield ticket
-        finally:
-            with self._lock:
-                ticket.is_open = False
+            turn = self._round
+            if self._waiting:
+                rounds = [one.order[1] + 1 for one in self._waiting if one.owner == owner]
+                turn = max([turn, *rounds])
+            order = deadline, turn, next(self._numbers)
+        return Ticket(order, wake, min(PATIENCE_S, wait_s / 2), lends, owner)
+
+    def end(self, ticket: Ticket) -> None:
+        """Let a ticket wait no more."""
+        with self._lock:
+            ticket.is_open = False
+            if self._waiting:
                 self._take_out(ticket)
 
     def enter(self, ticket: Ticket, name: str) -> None:
@@ -180,12 +195,11 @@ def wait_in_line[E](
 
     Raises what it raises, HostFull after `wait_s` seconds.
     """
-    woken = threading.Event()
-    options = {"deadline": deadline, "wait_s": wait_s, "lends": lends}
-    with line.ticket(woken.set, **options) as ticket:
+    bell = _Bell()
+    ticket = line.begin(bell.ring, deadline=deadline, wait_s=wait_s, lends=lends)
+    try:
         until = time.monotonic() + wait_s
         while True:
-            woken.clear()
             ticket.seen = line.num_changes
             try:
                 return attempt(ticket)
@@ -194,4 +208,26 @@ def wait_in_line[E](
                 left = until - time.monotonic()
                 if left <= 0:
                     raise full.after(wait_s) from None
-            woken.wait(min(left, LOOK_S))
+            bell.wait(min(left, LOOK_S))
+    finally:
+        line.end(ticket)
+
+
+class _Bell:
+    """A threading.Event for one waiter, whose `ring` is called by one thread at a time.
+
+    Nearly all requests find their adapter at once: of an Event they would pay for the making alone.
+    """
+
+    def __init__(self):
+        self._silent = threading.Lock()
+        self._silent.acquire()
+
+    def ring(self) -> None:
+        """Have the next `wait`, or the one under way, return."""
+        if self._silent.locked():
+            self._silent.release()
+
+    def wait(self, seconds: float) -> None:
+        """Wait for a ring since the last call, so long at most."""
+        self._silent.acquire(timeout=seconds)

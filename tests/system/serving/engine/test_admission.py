@@ -111,10 +111,10 @@ def test_a_refusal_of_the_loop_is_counted_by_its_reason(parts, error, reason):
     request = Request("r", (1,), Sampling(), None, "", lambda delta: None, 0.0, 0.0)
     admission, parts.loop.error = Admission(parts, 5), error
     with pytest.raises(type(error)):
-        admission.queue(request, None, ())
+        admission.queue(request, None)
     assert rejected(parts, reason) == 1
     parts.loop.error = None
-    admission.queue(request, ENTRY, ())
+    admission.queue(request, ENTRY)
     assert parts.loop.requests == [(request, ENTRY)]
 
 
@@ -122,7 +122,7 @@ def test_a_structure_that_is_refused_is_counted_too(parts):
     bound = Sampling(structured_outputs=StructuredOutputs(regex="a"))
     request = Request("r", (1,), bound, None, "", lambda delta: None, 0.0, 0.0)
     with pytest.raises(GrammarRefused, match="are off"):
-        Admission(parts, 5).queue(request, None, ())
+        Admission(parts, 5).queue(request, None)
     assert rejected(parts, "invalid") == 1
     assert not parts.loop.requests
 

@@ -7,27 +7,12 @@ import pytest
 from support.cases.tiny_vision import picture, png
 from support.cases.vision_configs import SETTINGS, TOWER
 
-from serving.api.request import Request
-from serving.api.sampling import Sampling
 from serving.engine.images.front import ImageFront
 from serving.engine.inputs.generate_arguments import GivenPrompt
-from serving.engine.inputs.image_inputs import read_prompts, with_placed
+from serving.engine.inputs.image_inputs import placed_images, read_prompts
 
 FRONT = ImageFront(TOWER, SETTINGS, placeholder="<image>", max_images=2, max_image_tokens=64)
 TOKENIZER: Any = SimpleNamespace(encode_again=lambda text: [9 if c == "*" else 1 for c in text])
-
-
-def request(ids: list[int]) -> Request:
-    return Request(
-        request_id="r",
-        prompt_ids=tuple(ids),
-        sampling=Sampling(),
-        adapter=None,
-        adapter_digest="",
-        on_output=lambda delta: None,
-        arrival_s=0.0,
-        deadline_s=0.0,
-    )
 
 
 def test_prompts_of_every_kind_have_their_images():
@@ -40,7 +25,7 @@ def test_prompts_of_every_kind_have_their_images():
     ids, placed = read_prompts([TOKENIZER] * len(prompts), FRONT, prompts)
     assert ids == [[1, 9, 9, 9, 9, 1], [1] * 5, [9, 3]]
     assert [[start for _, start in images] for images in placed] == [[1], [], [0]]
-    (image,) = with_placed(request(ids[0]), FRONT, placed[0], None).images
+    (image,) = placed_images(FRONT, ids[0], placed[0], None)
     assert (image.start, image.end) == (1, 5)
 
 
@@ -50,9 +35,8 @@ def test_a_model_of_text_takes_no_images():
         read_prompts([TOKENIZER] * len(prompts), None, prompts)
     _, placed = read_prompts([TOKENIZER] * len(prompts), FRONT, prompts)
     with pytest.raises(ValueError, match="takes text only"):
-        with_placed(request([1, 9]), None, placed[0], None)
-    plain = request([1, 9])
-    assert with_placed(plain, None, (), None) is plain
+        placed_images(None, [1, 9], placed[0], None)
+    assert placed_images(None, [1, 9], (), None) == ()
 
 
 def test_too_many_are_refused_before_any_is_decoded():

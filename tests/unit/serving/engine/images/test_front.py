@@ -29,7 +29,7 @@ def test_each_placeholder_becomes_its_image_s_tokens():
     ids, starts = FRONT.expand([1, 99, 2, 99, 3], [SMALL, WIDE])
     assert ids == [1, 99, 99, 99, 99, 2, 99, 99, 99, 3]
     assert starts == [1, 6]
-    placed = FRONT.placed(ids, [SMALL, WIDE], starts, None)
+    placed = FRONT.placed(ids, tuple(zip([SMALL, WIDE], starts, strict=True)), None)
     assert [(image.start, image.end) for image in placed] == [(1, 5), (6, 9)]
 
 
@@ -37,7 +37,7 @@ def test_keys_follow_the_adapter_only_where_it_changes_rows():
     ids, starts = FRONT.expand([99], [SMALL])
 
     def key(adapter, salt: str = "") -> bytes:
-        return FRONT.placed(ids, [SMALL], starts, adapter, salt)[0].key
+        return FRONT.placed(ids, ((SMALL, starts[0]),), adapter, salt)[0].key
 
     assert key(None) == key(entry("q_proj", "lm_head"))
     assert key(None) != key(entry("q_proj", "visual.attn.qkv"))
@@ -118,11 +118,11 @@ def test_what_does_not_fit_is_named():
     with pytest.raises(ValueError, match=r"At most 2 image\(s\) may be provided in one prompt"):
         FRONT.expand([99] * 3, [SMALL] * 3)
     with pytest.raises(ValueError, match="where no image is"):
-        FRONT.placed([1, 99], [], [], None)
+        FRONT.placed([1, 99], (), None)
     with pytest.raises(ValueError, match="where no image is"):
-        FRONT.placed([99, 1, 1, 1], [SMALL], [0], None)
+        FRONT.placed([99, 1, 1, 1], ((SMALL, 0),), None)
     with pytest.raises(ValueError, match="where no image is"):  # they overlap
-        FRONT.placed([99] * 7 + [1, 99], [SMALL, SMALL], [0, 3], None)
+        FRONT.placed([99] * 7 + [1, 99], ((SMALL, 0), (SMALL, 3)), None)
     with pytest.raises(ImageError, match="takes 64 tokens; at most 40 fit"):
         FRONT.prepare(picture(64, 64))
     with pytest.raises(ImageError, match="too narrow"):
