@@ -102,8 +102,6 @@ def as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """Return a list of prompts; a text, a dict or a list of token ids is one prompt."""
     if isinstance(prompts, str):
         return [prompts]
-    if isinstance(prompts, list) and prompts and isinstance(prompts[0], str):
-        return list(prompts)
     if isinstance(prompts, Mapping):
         return [prompts]
     if isinstance(prompts, bytes | bytearray) or not isinstance(prompts, Iterable):
@@ -112,6 +110,8 @@ def as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
             f"them, got {type(prompts).__name__}."
         )
     listed: list[Any] = list(prompts)
+    if listed and isinstance(listed[0], str):  # as nearly all are
+        return listed
     return [listed] if listed and _is_integer(listed[0]) else listed
 
 

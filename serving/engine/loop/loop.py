@@ -229,10 +229,8 @@ class EngineLoop:
         with self._lock:
             aborts, self._aborts, self._woken = self._aborts, [], False
             self._follower.follow()
-            ended: list[Sequence] = []
-            for request in aborts:
-                if self._live.find(request.request_id) is request:
-                    ended += scheduler.abort(request.request_id)
+            ids = [r.request_id for r in aborts if self._live.find(r.request_id) is r]
+            ended = [s for request_id in ids for s in scheduler.abort(request_id)]
             expired = scheduler.expired(now)
             return _Planned(scheduler.plan(now), ended, expired)
 
