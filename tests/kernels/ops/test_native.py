@@ -6,12 +6,12 @@ import shutil
 import stat
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import pytest
+from support.waiting import wait_until
 
 from lora_jax import own_files
 from lora_jax.ops import native
@@ -82,12 +82,12 @@ def test_what_a_killed_process_left_is_removed_by_the_next_that_compiles(library
 
 
 def test_concurrent_builds_compile_once(library, monkeypatch, tmp_path, caplog):
-    compiled = []
+    compiled, waits = [], "Waiting for another process that compiles the test library."
     caplog.set_level("INFO", logger=native.log.name)
 
     def slow_compile(what, compiler, path):
         compiled.append(path)
-        time.sleep(0.2)
+        wait_until(lambda: waits in caplog.messages)
         (path.parent / "part").write_bytes(b"library")
         own_files.publish(path.parent / "part", path)
 
@@ -95,7 +95,6 @@ def test_concurrent_builds_compile_once(library, monkeypatch, tmp_path, caplog):
     with concurrent.futures.ThreadPoolExecutor(4) as pool:
         paths = set(pool.map(library.build, [tmp_path / "cache"] * 4))
     assert len(compiled) == 1
-    assert "Waiting for another process that compiles the test library." in caplog.messages
     assert paths == set(compiled)
     assert library.build(tmp_path / "cache") == compiled[0]
 
