@@ -18,7 +18,7 @@ import subprocess
 import sys
 import tarfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from bench.gpu_parts import PARTS, Part
@@ -37,18 +37,37 @@ def run_part(part: Part, out: Path, seconds: float) -> dict[str, object]:
     folder = out / part.name
     folder.mkdir(parents=True, exist_ok=True)
     command = [sys.executable, *(word.format(out=folder) for word in shlex.split(part.command))]
-    began = time.monotonic()
+    began, process = time.monotonic(), None
     with (out / f"{part.name}.log").open("wb") as log:
-        process = subprocess.Popen(
-            command, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
-        )
         try:
+            with _held_signals():
+                process = subprocess.Popen(
+                    command, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+                )
             status = process.wait(seconds)
         except subprocess.TimeoutExpired:
             status = None
         finally:
-            _end_group(process)
+            if process is not None:
+                _end_group(process)
     return {"status": status, "seconds": round(time.monotonic() - began, 1)}
+
+
+@contextlib.contextmanager
+def _held_signals() -> Iterator[None]:
+    """Let signals that end the batch come at the end: a part that has begun must be known then."""
+    came: list[int] = []
+    before = {
+        number: signal.signal(number, lambda number, _: came.append(number))
+        for number in (signal.SIGTERM, signal.SIGINT)
+    }
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        for number in came:
+            signal.raise_signal(number)
 
 
 def _end_group(process: subprocess.Popen) -> None:

@@ -82,6 +82,28 @@ def test_a_batch_that_is_ended_leaves_no_part_behind(tmp_path):
     assert _is_gone(int(child.read_text()))
 
 
+def test_a_signal_that_comes_while_a_part_starts_leaves_none_behind(tmp_path, monkeypatch):
+    class Signalled(subprocess.Popen):
+        """A process that has begun when the batch is ended, and is in no variable yet."""
+
+        def __init__(self, *given, **more):
+            super().__init__(*given, **more)
+            begun.append(self.pid)
+            signal.raise_signal(signal.SIGTERM)
+
+    begun, before = [], signal.getsignal(signal.SIGTERM)
+    monkeypatch.setattr(gpu_batch.subprocess, "Popen", Signalled)
+    monkeypatch.setattr(gpu_batch, "PARTS", (Part("hangs", _HANGS, 600),))
+    monkeypatch.setattr(gpu_batch, "count_gpus", lambda environ: 1)
+    try:
+        with pytest.raises(SystemExit) as ended:
+            gpu_batch.main(["--out", str(tmp_path)])
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert ended.value.code == 128 + signal.SIGTERM
+    assert _is_gone(begun[0])
+
+
 def test_an_unknown_part_is_refused_by_name(tmp_path, capsys):
     with pytest.raises(SystemExit):
         gpu_batch.main(["--out", str(tmp_path), "--parts", "towers"])
