@@ -1,5 +1,6 @@
 """Shared engine for tests: a tiny random model, requests, and a wait for idleness."""
 
+import contextlib
 import dataclasses
 import threading
 import time
@@ -7,6 +8,7 @@ import time
 import numpy as np
 from support.cases import tiny_checkpoint
 from support.cases.tiny_checkpoint import TinyShape
+from support.waiting import wait_until
 
 from serving import Engine, Sampling
 
@@ -59,6 +61,29 @@ def settle(engine, seconds=60.0):
             if time.monotonic() > end:
                 raise
             time.sleep(0.01)
+
+
+@contextlib.contextmanager
+def planned_together(engine, count):
+    """The engine plans no step before `count` sequences wait, so that they run beside one another.
+
+    Else the first ones may have ended when the test's thread asks for the last ones.
+    """
+    loop, have_come = engine._loop, False
+    plan = loop._plan
+
+    def plan_all(now):
+        nonlocal have_come
+        wait_until(lambda: have_come or engine.stats().waiting >= count)
+        have_come = True
+        return plan(now)
+
+    loop._plan = plan_all
+    try:
+        yield
+    finally:
+        have_come = True
+        del loop._plan
 
 
 def prompts_of(count, seed=0, low=3, high=40):

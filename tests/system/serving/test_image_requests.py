@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
-from support.cases.engine_cases import settle
+from support.cases.engine_cases import planned_together, settle
 from support.cases.head_cases import write_head
 from support.cases.tiny_vision import (
     HOLDER,
@@ -253,7 +253,8 @@ def test_preempted_and_starved_of_rows_keep_the_bits(engine: Engine, folder: Pat
         "enable_prefix_caching": False,
     }
     with Engine(folder, max_num_batched_tokens=16, **fields) as small:
-        outputs = small.generate(prompts, None, asked, images=images)
+        with planned_together(small, len(prompts)):
+            outputs = small.generate(prompts, None, asked, images=images)
         assert [bits(output) for output in outputs] == want
         assert small.stats().preemptions > 0
         settle(small)

@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 import httpx
 import jsonschema
 import pytest
-from support.cases.engine_cases import settle
+from support.cases.engine_cases import planned_together, settle
 from support.cases.grammar_cases import MODEL, drawn_schema
 from support.doubles.host_board import patience
 from support.doubles.paying_drafts import num_drafts, send_all_drafts
@@ -232,11 +232,11 @@ def test_a_bound_answer_has_the_same_bits_alone_and_preempted_in_a_crowd(engine)
     one = bound(1, structured_outputs=schema, logprobs=2)
     (alone,) = engine.generate(["Answer: "], "law", one)
     long, before = {"regex": "[0-9]{90}"}, engine.stats().preemptions
-    crowd = engine.generate(
-        [*TEXTS, "Answer: ", *TEXTS],
-        [*[None] * 5, "law", *["intent"] * 5],
-        [*[bound(8, structured_outputs=long)] * 5, one, *[bound(9, structured_outputs=long)] * 5],
-    )
+    names = [*[None] * 5, "law", *["intent"] * 5]
+    samplings = [*[bound(8, structured_outputs=long)] * 5, one]
+    samplings += [bound(9, structured_outputs=long)] * 5
+    with planned_together(engine, len(names)):
+        crowd = engine.generate([*TEXTS, "Answer: ", *TEXTS], names, samplings)
     assert engine.stats().preemptions > before
     assert answer(crowd[5]) == answer(alone)
     assert all(

@@ -11,7 +11,14 @@ import jax
 import numpy as np
 import pytest
 from support.cases import tiny_checkpoint, tiny_esft
-from support.cases.engine_cases import GREEDY, SCORED, answer, prompts_of, settle
+from support.cases.engine_cases import (
+    GREEDY,
+    SCORED,
+    answer,
+    planned_together,
+    prompts_of,
+    settle,
+)
 from support.cases.head_cases import write_head
 from support.cases.tiny_checkpoint import TinyShape
 from support.doubles.paying_drafts import num_drafts, send_all_drafts
@@ -66,7 +73,8 @@ def run(folder, dtype, devices, *, kv_heads=2, **fields):
     with engine:
         if "speculative_config" in fields:
             send_all_drafts(engine)
-        outputs = engine.generate(prompts, names * 3, [s for s in samplings for _ in names])
+        with planned_together(engine, len(prompts)):  # so that some are preempted
+            outputs = engine.generate(prompts, names * 3, [s for s in samplings for _ in names])
         outputs += engine.generate(prompts[:1], {"a1": 0.5, "a3": 2.0}, scored)
         bound = dataclasses.replace(scored, structured_outputs={"regex": "[ab]{12}"})
         outputs += engine.generate(prompts[:2], ["a3", None], [bound, sampled])
@@ -134,7 +142,8 @@ def run_esft(root, base, dtype, devices, kv_heads, **fields):
     fields |= {"kv_cache_memory_bytes": bytes_, "dtype": dtype}
     names = [None, "lora", "e0", "e1"]
     with Engine(str(base), adapters, tensor_parallel_size=devices, **fields) as engine:
-        outputs = engine.generate(prompts_of(8, high=20), names * 2, SCORED)
+        with planned_together(engine, 8):
+            outputs = engine.generate(prompts_of(8, high=20), names * 2, SCORED)
         outputs += engine.generate(prompts_of(4, high=20), names, SCORED)
         outputs += engine.generate(prompts_of(1), {"lora": 1.0, "e1": 1.0}, SCORED)
         settle(engine)
