@@ -7,7 +7,7 @@ import socket
 import httpx
 import pytest
 from support.cases.bad_adapters import BAD
-from support.cases.engine_cases import settle
+from support.cases.engine_cases import planned_together, settle
 
 from serving.http.requests.protocol import ChatBody, CompletionBody
 
@@ -206,7 +206,8 @@ def test_a_client_that_goes_before_it_has_sent_everything(real_client, real_engi
 
 def test_a_full_queue_is_429_with_retry_after(real_client, real_engine, good):
     body = {"prompt": ["x"] * 17, "n": 1, "max_tokens": 100, "ignore_eos": True}
-    answer = real_client.post("/v1/completions", json=body | {"n": 2})
+    with planned_together(real_engine, 35):  # one more than come: none leaves the queue
+        answer = real_client.post("/v1/completions", json=body | {"n": 2})
     refused(answer, 429, "queue")
     assert int(answer.headers["retry-after"]) >= 1
     settle(real_engine)
