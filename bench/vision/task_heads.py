@@ -51,9 +51,11 @@ def run(model: Path, data: Path, turns: int = 40) -> dict[str, Any]:
 def ways_of(engine: Engine, recipe: Recipe, examples: Sequence[tasks.Example]) -> dict[str, Ask]:
     """Return how each of the examples is asked, by the head and in words."""
 
+    name = recipe.name
+
     def by_head(example: tasks.Example) -> int:
         prompts, images = asked([example])
-        engine.classify(prompts, recipe.name, images=images)
+        engine.classify(prompts, name, images=images)
         return 0
 
     def sampling_of(text: str) -> Sampling:
@@ -66,7 +68,7 @@ def ways_of(engine: Engine, recipe: Recipe, examples: Sequence[tasks.Example]) -
     def in_words(example: tasks.Example) -> int:
         sampling = samplings[example.answer]
         prompts, images = asked([example])
-        (answer,) = engine.generate(prompts, recipe.name, sampling, images=images)
+        (answer,) = engine.generate(prompts, name, sampling, images=images)
         return len(answer.outputs[0].token_ids)
 
     return {"task_head": by_head, "lm_head": in_words}

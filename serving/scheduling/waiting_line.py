@@ -63,6 +63,9 @@ def order_of(sequence: Sequence) -> tuple[int, float, int]:
 
 def take_out(queue: list[Sequence], sequence: Sequence) -> None:
     """Take a sequence out of a sorted list, which must hold it."""
+    if queue[-1] is sequence:
+        queue.pop()
+        return
     index = bisect.bisect_left(queue, sequence.order, key=order_of)
     assert queue[index] is sequence, "the sequence is not where its deadline says"
     del queue[index]

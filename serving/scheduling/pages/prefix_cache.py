@@ -71,6 +71,8 @@ class PrefixChain:
 
     def _images_of(self, page: int) -> bytes:
         """Return what a page's key says of images: nothing where there are none."""
+        if not self._images:
+            return b""
         start, end = page * self._page_size, (page + 1) * self._page_size
         return b"".join(
             image.image.digest + (start - image.start).to_bytes(8, "little", signed=True)

@@ -1,7 +1,9 @@
 """Task heads over a real engine: an oracle's logits, alone as in company, and what is refused."""
 
+import collections
 import concurrent.futures
 import json
+import threading
 
 import numpy as np
 import pytest
@@ -9,6 +11,7 @@ from support.cases.engine_cases import GREEDY, Listener, prompts_of, settle
 from support.cases.head_cases import write_head, write_headed_adapter
 from support.cases.tiny_checkpoint import TinyShape, forward, write_adapter, write_model
 from support.processes.http_server import client_of
+from support.waiting import wait_until
 
 from serving import Engine
 from serving.engine.classification import HEAD_SAMPLING
@@ -19,6 +22,9 @@ SHAPE = TinyShape(max_positions=96)
 TOKENS = (70, 80, 90, 100)
 HEADS = {"h0": (2, TOKENS), "h1": (4, TOKENS[:2]), "bare": (0, TOKENS[1:])}
 BIAS = np.array([0.5, -0.5, 1.0, -1.0], np.float32)
+# Calls of a head's request in these files, by thread: a fifth more than there are.
+COUNTED = "/serving/", "/lora_jax/", "/prometheus_client/"
+MOST_OF_CALLER, MOST_OF_ENGINE = 205, 395
 SIZES = {
     "max_model_len": 96,
     "max_num_seqs": 8,
@@ -110,6 +116,31 @@ def test_one_prompt_is_one_forward_pass(engine):
     settle(engine)
     assert engine.stats().steps == before[0] + 1
     assert engine.stats().generation_tokens == before[1]
+
+
+def test_a_short_request_takes_few_calls_of_python(engine):
+    """Between two steps their code has left the caches: a call takes a microsecond, not a tenth."""
+    prompt, counts, told = prompts_of(1, seed=8, low=30, high=31)[0], collections.Counter(), set()
+    for _ in range(2):
+        engine.classify([prompt], "h0")
+    settle(engine)
+    wait_until(lambda: not engine.metrics.has_notes)
+
+    def count(frame, event, _):
+        file, thread = frame.f_code.co_filename, threading.get_ident()
+        if event == "call" and thread not in told and any(part in file for part in COUNTED):
+            counts[thread] += 1
+            if frame.f_code.co_name == "on_output":  # what comes next the caller does not wait for
+                told.add(thread)
+
+    threading.setprofile_all_threads(count)
+    try:
+        engine.classify([prompt], "h0")
+    finally:
+        threading.setprofile_all_threads(None)
+    caller = counts.pop(threading.get_ident())
+    assert 0 < caller <= MOST_OF_CALLER, f"{caller} calls in the caller's thread"
+    assert 0 < counts.total() <= MOST_OF_ENGINE, f"{counts.total()} calls in the engine's thread"
 
 
 def test_who_has_no_head_is_told_so(engine):
