@@ -31,6 +31,7 @@ TARGETS = (
     "lora_jax_cuda_row_items",
     "lora_jax_cuda_lora_gemm",
     "lora_jax_cuda_lora_gated",
+    "lora_jax_cuda_lora_gated_tiles",
     "lora_jax_cuda_lora_int8",
     "lora_jax_cuda_lora_rows",
     "lora_jax_cuda_lora_shrink",
@@ -66,6 +67,7 @@ TARGETS = (
 )
 STATEFUL = (
     "lora_jax_cuda_lora_gated",
+    "lora_jax_cuda_lora_gated_tiles",
     "lora_jax_cuda_lora_gemm",
     "lora_jax_cuda_lora_shrink",
     "lora_jax_cuda_lora_expand",

@@ -1,7 +1,8 @@
-"""silu(gate) * up of two products with their adapters, by csrc/lora_gemm/decode_gated.cuh.
+"""silu(gate) * up of two products with their adapters, where the adapters are added.
 
-For few rows of few adapters. Other rows are declined: their adapters are added in the launches of
-lora_gemm.py, with the same bits.
+Few rows of few adapters are one launch of csrc/lora_gemm/decode_gated.cuh. Rows of which some may
+be in tiles have their tiles added and multiplied by csrc/lora_gemm/prefill_gated.cuh. Others are
+declined: their adapters are added in the launches of lora_gemm.py, with the same bits.
 """
 
 import jax
@@ -14,7 +15,8 @@ from lora_jax.ops.dispatch import Declined
 from lora_jax.ops.lora_gemm.batch import LoraBatch
 from lora_jax.typing import Array, Float, Int
 
-MAX_RANK, MAX_D_IN = 64, 8192
+MAX_RANK, MAX_D_IN = 64, 8192  # of few rows
+TILES_RANK = 32  # B would fill the registers
 UNIT_RANKS = 16  # of a unit of the shrink
 # Units of the shrink that a launch may have, and blocks of 64 columns of the expand, where every
 # slot has rows: by what an H200's CTAs do at once (are_few_slots in csrc/lora_gemm/launch.cuh).
@@ -28,32 +30,57 @@ def lora_silu_times(
     batch: LoraBatch,
     sites: tuple[int, int],
 ) -> Float[Array, "rows width"]:
-    """Return what lora_jax.ops.lora_silu does, of few rows of few adapters in bfloat16."""
-    rows, d_in = batch.x.shape
-    slots = batch.entries.shape[-2]
-    check_support(rows, d_in, batch.d_out, slots, batch.max_rank)
+    """Return what lora_jax.ops.lora_silu does, in bfloat16, of few rows or of tiles."""
     arrays = gate, up, batch.x, batch.a_pool, batch.b_pool
     if others := {str(a.dtype) for a in arrays if a.dtype != jnp.bfloat16}:
         raise Declined(f"cuda lora_silu_times takes bfloat16, not {', '.join(sorted(others))}")
+    rows, d_in = batch.x.shape
+    if bad := [w for w in (d_in, batch.d_out) if w % lora_gemm.COLUMNS or not w]:
+        raise Declined(
+            f"cuda lora_silu_times takes widths in steps of {lora_gemm.COLUMNS}, not {bad}"
+        )
+    ranks = -(-batch.max_rank // 8) * 8
+    y = jax.ShapeDtypeStruct(gate.shape, gate.dtype)
+    operands = batch.entries, batch.scaling, num_rows.reshape(1)
+    attributes = {"sites": np.array(sites, np.int64), "max_rank": np.int64(batch.max_rank)}
+    pools = batch.x, batch.a_pool, batch.b_pool
+    if batch.items is not None and batch.items.tiles is not None:
+        listed = _tiled(batch.items, rows, batch.max_rank)
+        ffi.require()
+        work = jax.ShapeDtypeStruct((4, rows, ranks), gate.dtype)  # of items and of tiles
+        aliases = {8: 1, 9: 2}
+        name = "lora_jax_cuda_lora_gated_tiles"
+        call = jax.ffi.ffi_call(name, (work, y, y, y), input_output_aliases=aliases)
+        return call(*pools, *listed, gate, up, *operands, **attributes)[3]
+    slots = batch.entries.shape[-2]
+    check_few(rows, d_in, batch.d_out, slots, batch.max_rank)
     ffi.require()
     items = batch.items
     if items is None:
         items = lora_gemm.row_items(batch.row_to_slot, batch.row_to_expert, slots, batch.max_rank)
     elif not _are_small(items, slots, batch.max_rank):
         raise Declined("cuda lora_silu_times takes items of up to 8 rows, of linear maps")
-    ranks = -(-batch.max_rank // 8) * 8
+    listed = items.order, items.items, items.num_items
     h = jax.ShapeDtypeStruct((2, rows, ranks), gate.dtype)
-    y = jax.ShapeDtypeStruct(gate.shape, gate.dtype)
     call = jax.ffi.ffi_call("lora_jax_cuda_lora_gated", (h, y))
-    pools, listed = (batch.x, batch.a_pool, batch.b_pool), (items.order, items.items)
-    tables, real = (batch.entries, batch.scaling), num_rows.reshape(1)
-    places = np.array(sites, np.int64)
-    attributes = {"sites": places, "max_rank": np.int64(batch.max_rank)}
-    return call(*pools, *listed, items.num_items, gate, up, *tables, real, **attributes)[1]
+    return call(*pools, *listed, gate, up, *operands, **attributes)[1]
 
 
-def check_support(rows: int, d_in: int, width: int, slots: int, max_rank: int) -> None:
-    """Raise Declined, saying why, for what this kernel does not serve, or is not the faster for."""
+def _tiled(items: AdapterItems, rows: int, max_rank: int) -> tuple:
+    """Return a launch's items and tiles, or raise Declined for other rows than linear maps'."""
+    if items.in_order:
+        raise Declined("cuda lora_silu_times takes tiles of linear maps, not of experts")
+    if rows > lora_gemm.MAX_ROWS or max_rank > TILES_RANK:
+        raise Declined(
+            f"cuda lora_silu_times takes tiles of up to {lora_gemm.MAX_ROWS} rows and ranks to "
+            f"{TILES_RANK}, not {rows} and {max_rank}"
+        )
+    arrays = items.order, items.items, items.num_items, items.tiles
+    return lora_gemm.CudaWorkList(*arrays, shrinks_tiles=True).tiled_arrays
+
+
+def check_few(rows: int, d_in: int, width: int, slots: int, max_rank: int) -> None:
+    """Raise Declined, saying why, for few rows that are not served, or that others serve faster."""
     most = lora_gemm.FEW_ROWS_OF_FEW_SLOTS
     if not 1 <= rows <= most or slots > lora_gemm.FEW_SLOTS:
         raise Declined(
@@ -65,10 +92,6 @@ def check_support(rows: int, d_in: int, width: int, slots: int, max_rank: int) -
             f"cuda lora_silu_times takes ranks to {MAX_RANK} and d_in to {MAX_D_IN}, not "
             f"{max_rank} and {d_in}"
         )
-    if bad := [w for w in (d_in, width) if w % lora_gemm.COLUMNS or not w]:
-        raise Declined(
-            f"cuda lora_silu_times takes widths in steps of {lora_gemm.COLUMNS}, not {bad}"
-        )
     items = min(rows, rows // lora_gemm.SMALL_ITEM + slots)
     units, blocks = 2 * items * -(-max_rank // UNIT_RANKS), 2 * slots * width // lora_gemm.COLUMNS
     if units > MOST_UNITS or blocks > MOST_BLOCKS:
@@ -79,6 +102,5 @@ def check_support(rows: int, d_in: int, width: int, slots: int, max_rank: int) -
 
 
 def _are_small(items: AdapterItems, slots: int, max_rank: int) -> bool:
-    """Return whether these are all rows of linear maps, in items of at most 8."""
-    in_items = not items.in_order and items.tiles is None
-    return in_items and lora_gemm.are_small(items, len(items.order), slots, max_rank)
+    """Return whether these are rows of linear maps, in items of at most 8."""
+    return not items.in_order and lora_gemm.are_small(items, len(items.order), slots, max_rank)

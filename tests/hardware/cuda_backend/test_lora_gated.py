@@ -1,4 +1,4 @@
-"""An MLP's two products with adapters, multiplied in one launch on Hopper: the bits of three."""
+"""An MLP's two products with adapters, multiplied where they are added on Hopper: equal bits."""
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +22,9 @@ from lora_jax.ops.silu_times import silu_times
         (128, 1408, 2048, (8, 13, 24, 40), 3),
         (256, 14336, 4096, (16,) * 8, 5),
         (100, 192, 8192, (64, 1), 2),
+        (2048, 14336, 4096, (16,) * 8, 7),  # tiles
+        (8192, 1408, 2048, (16, 8, 0, 5), 0),
+        (4096, 1408, 2048, (32, 17, 8) * 20, 9),  # some adapters stay in items
     ],
 )
 def test_bits_are_those_of_three_launches(rows, width, hidden, ranks, idle):

@@ -4,42 +4,21 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax.sharding import AxisType, PartitionSpec
-from support.checks.handlers import assert_served
-from support.drivers.lowering import CustomCall, custom_calls
+from support.cases.lora_calls import (
+    D_IN,
+    D_OUT,
+    SITES,
+    SLOTS,
+    TABLES,
+    added,
+    array,
+    batch,
+    calls_of,
+)
 
-from cuda_backend import lora_gated, lora_gemm, lora_tiles, reroute
+from cuda_backend import lora_gemm, lora_tiles, reroute
 from lora_jax.ops.adapter_items import AdapterItems
-from lora_jax.ops.lora_gemm.batch import LoraBatch
 from lora_jax.sharding import AXIS
-
-SLOTS, D_IN, D_OUT, SITES = 6, 128, 192, 3
-TABLES = (f"{SLOTS}x5xi32", f"{SLOTS}xf32")
-
-
-def array(*shape: int, dtype=jnp.bfloat16) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(shape, dtype)
-
-
-def batch(rows: int, max_rank: int = 16, dtype=jnp.bfloat16, d_in: int = D_IN, **options):
-    """Return the shapes of a batch; `sites` of its tables, `tail` bytes of its rank rows."""
-    sites, tail = options.get("sites", ()), options.get("tail", 0)
-    pools = [array(50, width + tail, dtype=jnp.int8 if tail else dtype) for width in (d_in, D_OUT)]
-    tables = array(*sites, SLOTS, 5, dtype=jnp.int32), array(*sites, SLOTS, dtype=jnp.float32)
-    owners = [array(rows, dtype=jnp.int32)] * 2
-    return LoraBatch(array(rows, d_in, dtype=dtype), *pools, *tables, *owners, max_rank)
-
-
-def calls_of(function, *args) -> dict[str, list[CustomCall]]:
-    """Return the calls by what follows `lora_jax_cuda_`; each is as its handler wants it."""
-    found: dict[str, list[CustomCall]] = {}
-    for call in custom_calls(function, *args):
-        assert_served(call)
-        found.setdefault(call.target.removeprefix("lora_jax_cuda_"), []).append(call)
-    return found
-
-
-def added(rows: int, count: int = 1, dtype=jnp.bfloat16) -> tuple:
-    return tuple(array(rows, D_OUT, dtype=dtype) for _ in range(count))
 
 
 def test_few_rows_are_added_in_place_by_items_of_eight(on_hopper):
@@ -318,59 +297,3 @@ def test_declines_what_no_kernel_serves(check, why):
 
 def support(dtype=jnp.bfloat16, rows=8, widths=(), slots=8, max_rank=8) -> None:
     lora_gemm.check_support(jnp.dtype(dtype), rows, widths, slots, max_rank)
-
-
-def gated(rows: int, **options):
-    """Return the calls of an MLP's gate and up with their adapters."""
-    given = batch(rows, sites=(SITES,), **options)
-    run = lambda ys, real, given: lora_gated.lora_silu_times(*ys, real, given, (2, 0))  # noqa: E731
-    dtype = options.get("dtype", jnp.bfloat16)
-    return calls_of(run, added(rows, 2, dtype), array(dtype=jnp.int32), given)
-
-
-def test_gate_and_up_of_few_rows_are_one_launch_that_changes_neither(on_hopper):
-    calls = gated(20, max_rank=12)
-    (items,), (call,) = calls["row_items"], calls["lora_gated"]
-    pools = f"20x{D_IN}xbf16", f"50x{D_IN}xbf16", f"50x{D_OUT}xbf16"
-    tables = tuple(f"{SITES}x{table}" for table in TABLES)
-    products = (f"20x{D_OUT}xbf16",) * 2
-    assert call.operands == (*pools, *items.results, *products, *tables, "1xi32")
-    assert call.results == ("2x20x16xbf16", f"20x{D_OUT}xbf16")
-    assert call.attributes == {"sites": [2, 0], "max_rank": 12}
-    assert call.aliases == {}
-    assert set(calls) == {"row_items", "lora_gated"}
-
-
-@pytest.mark.parametrize(
-    ("sizes", "why"),
-    [
-        ((257, 64, 64, 2, 16), "256 rows of up to 16 slots, not 257 of 2"),
-        ((8, 64, 64, 17, 16), "not 8 of 17"),
-        ((8, 64, 64, 2, 72), "ranks to 64 and d_in to 8192, not 72 and 64"),
-        ((8, 8256, 64, 2, 16), "not 16 and 8256"),
-        ((8, 64, 96, 2, 16), r"widths in steps of 64, not \[96\]"),
-        ((256, 64, 64, 16, 32), "up to 128 units of 16 ranks .* not 192"),
-        ((8, 64, 28672, 16, 16), "7392 blocks of 64 columns, not 16 and 14336"),
-    ],
-    ids=["rows", "slots", "ranks", "d_in", "width", "units", "blocks"],
-)
-def test_gate_and_up_of_other_sizes_are_for_other_launches(sizes, why):
-    with pytest.raises(NotImplementedError, match=why):
-        lora_gated.check_support(*sizes)
-
-
-@pytest.mark.parametrize(
-    ("options", "why"), [({"dtype": jnp.float32}, "float32"), ({"tail": 16}, "int8")]
-)
-def test_gate_and_up_of_other_dtypes_are_for_other_launches(on_hopper, options, why):
-    with pytest.raises(NotImplementedError, match=f"takes bfloat16, not {why}"):
-        gated(20, **options)
-
-
-def test_long_or_experts_items_of_gate_and_up_are_for_other_launches():
-    row, none = jnp.zeros(256, jnp.int32), jnp.zeros((256, 4), jnp.int32)
-    known = {"max_rank": 16, "most_runs": 16}
-    assert lora_gated._are_small(AdapterItems(row, row, none, row[:1], **known), 16, 16)
-    for other in ({"in_order": True}, {"tiles": none}, {"most_runs": 17}):
-        items = AdapterItems(row, row, none, row[:1], **known | other)
-        assert not lora_gated._are_small(items, 16, 16)

@@ -20,15 +20,6 @@ struct GatedUnit {
   GroupUnit part[2];  // gate and up
 };
 
-__device__ __forceinline__ uint32_t silu_times_pair(uint32_t gate, uint32_t up) {
-  const float2 g = bf16x2_floats(gate), u = bf16x2_floats(up);
-  return bf16x2(silu_times(g.x, u.x), silu_times(g.y, u.y));
-}
-__device__ __forceinline__ uint4 silu_times_8(const uint4& gate, const uint4& up) {
-  return make_uint4(silu_times_pair(gate.x, up.x), silu_times_pair(gate.y, up.y), silu_times_pair(gate.z, up.z),
-                    silu_times_pair(gate.w, up.w));
-}
-
 template <class S>
 __device__ __forceinline__ GatedUnit gated_unit(const PairArgs& p, const S& sm, const GroupPlan& plan, int unit) {
   const int group = quotient(unit, plan.by_units), first = (unit - group * plan.of_group) * plan.width;
@@ -79,8 +70,9 @@ __device__ void expand_gated(const GatedArgs& a, S& sm, int num_items) {
         if (items > 1) bring();
       }
       const uint32_t block = weights + at * buffer + gate.block * plan.block_bytes;
-      add_to_task<S>(gate, block, h, u.part[0].rank);
-      add_to_task<S>(up, block + plan.block_bytes / 2, h + kHWords, u.part[1].rank);
+      // Zeros added to a zero would change its sign.
+      if (u.part[0].rank > 0) add_to_task<S>(gate, block, h, u.part[0].rank);
+      if (u.part[1].rank > 0) add_to_task<S>(up, block + plan.block_bytes / 2, h + kHWords, u.part[1].rank);
 #pragma unroll
       for (int e = 0; e < 2; ++e) {
         gate.y[e] = silu_times_8(gate.y[e], up.y[e]);

@@ -61,11 +61,8 @@ cudaError_t output_args(PairArgs* args, int m, cudaStream_t stream, ffi::Remaini
   return cudaMemcpyAsync(data(out), data(*y), y->size_bytes(), cudaMemcpyDeviceToDevice, stream);
 }
 
-// Launches what the items and the tiles hold. The pool is null where nothing shrinks.
-cudaError_t launch_all(PairArgs args, S32& tiles, S32& cut, const BF16* a_pool, cudaStream_t stream,
-                       bool tiles_last = false) {
-  if (tiles.element_count() == 0) return launch_pair(args, stream);
-  args.live = cut.typed_data() + 2;
+// What the tiles hold, beside these items.
+TileArgs tile_args(const PairArgs& args, S32& tiles, S32& cut) {
   TileArgs t{};
   t.tiles = reinterpret_cast<const TileRecord*>(tiles.typed_data()), t.cut = cut.typed_data();
   t.most_tiles = static_cast<int>(tiles.dimensions()[0]), t.row_order = args.row_order, t.x = args.x, t.h = args.h;
@@ -74,6 +71,14 @@ cudaError_t launch_all(PairArgs args, S32& tiles, S32& cut, const BF16* a_pool, 
   t.num_modules = args.num_modules, t.num_rows = args.num_rows, t.num_slots = args.num_slots, t.b_boxes = args.maps[1][1];
   t.d_in = args.d_in, t.d_out = args.d_out, t.h_stride = args.h_stride, t.max_rank = args.max_rank;
   t.shrink = args.shrink, t.expand = args.expand, t.accumulate = args.accumulate;
+  return t;
+}
+// Launches what the items and the tiles hold. The pool is null where nothing shrinks.
+cudaError_t launch_all(PairArgs args, S32& tiles, S32& cut, const BF16* a_pool, cudaStream_t stream,
+                       bool tiles_last = false) {
+  if (tiles.element_count() == 0) return launch_pair(args, stream);
+  args.live = cut.typed_data() + 2;
+  TileArgs t = tile_args(args, tiles, cut);
   cudaError_t e = cudaSuccess;
   if (a_pool) e = parts_maps(t.a_parts, data(*a_pool), a_pool->dimensions()[0], args.d_in);
   return e == cudaSuccess ? launch_with_tiles(args, t, tiles_last, stream) : e;
@@ -105,6 +110,36 @@ ffi::Error LoraGemm(cudaStream_t stream, CallStateOwner* owner, BF16 x, BF16 a_p
   }
   if (e == cudaSuccess) e = segments ? launch_segments(args, stream) : launch_all(args, tiles, cut, &a_pool, stream, tiles_last);
   return status(e);
+}
+
+// Of many rows: the items' adapters are added to gate and up in place, and the tiles' where they are multiplied. `sites` of
+// the tables are gate's and up's.
+ffi::Error LoraGatedTiles(cudaStream_t stream, CallStateOwner* owner, BF16 x, BF16 a_pool, BF16 b_pool, S32 order, S32 items,
+                          S32 num_items, S32 tiles, S32 cut, BF16 gate, BF16 up, S32 entries, F32 scaling, S32 num_rows,
+                          ffi::Result<BF16> work, ffi::Result<BF16> gate_sum, ffi::Result<BF16> up_sum, ffi::Result<BF16> y,
+                          ffi::Span<const int64_t> sites, int64_t max_rank) {
+  if (sites.size() != 2 || max_rank > kMostRankOfGated || tiles.element_count() == 0)
+    return ffi::Error::InvalidArgument("lora_gated_tiles: two sites, ranks to 32, and tiles");
+  PairArgs args = common_args(order, items, num_items, (max_rank + 7) / 8 * 8);
+  args.num_modules = 2, args.h = data(work), args.live = cut.typed_data() + 2;
+  cudaError_t e = owner->find(&args.state);
+  if (e == cudaSuccess) e = shrink_args(&args, x, a_pool);
+  if (e == cudaSuccess) e = expand_args(&args, b_pool, true);
+  const BF16* products[] = {&gate, &up};
+  ffi::Result<BF16>* sums[] = {&gate_sum, &up_sum};
+  for (int m = 0; m < 2 && e == cudaSuccess; ++m) {
+    module_args(&args, m, entries, scaling, sites[m]);
+    args.modules[m].y = data(*sums[m]);
+    if (data(*sums[m]) != data(*products[m]))
+      e = cudaMemcpyAsync(data(*sums[m]), data(*products[m]), products[m]->size_bytes(), cudaMemcpyDeviceToDevice, stream);
+  }
+  GatedTileArgs gated{tile_args(args, tiles, cut), args.items, args.num_items, data(y), num_rows.typed_data()};
+  TileArgs shrink = gated.tiles;
+  shrink.expand = false, gated.tiles.b_pool = data(b_pool);
+  if (e == cudaSuccess) e = parts_maps(shrink.a_parts, data(a_pool), a_pool.dimensions()[0], args.d_in);
+  if (e == cudaSuccess) e = launch_pair(args, stream);
+  if (e == cudaSuccess) e = launch_tiles(shrink, stream);
+  return status(e == cudaSuccess ? launch_gated_tiles(gated, stream) : e);
 }
 
 ffi::Error LoraShrink(cudaStream_t stream, CallStateOwner* owner, BF16 x, BF16 a_pool, S32 entries, F32 scaling, S32 order, S32 items,
@@ -165,6 +200,22 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(lora_jax_cuda_lora_gemm, lora_jax::LoraGemm,
                                   .Attr<bool>("segments")
                                   .Attr<bool>("tiles_last")
                                   .Attr<bool>("zeros_if_idle"),
+                              {ffi::Traits::kCmdBufferCompatible});
+XLA_FFI_DEFINE_HANDLER_SYMBOL(lora_jax_cuda_lora_gated_tiles, lora_jax::LoraGatedTiles,
+                              LORA_JAX_ON_STREAM.LORA_JAX_CALL_STATE.Arg<BF16>()
+                                  .Arg<BF16>()
+                                  .Arg<BF16>()
+                                  .LORA_JAX_ROW_ITEMS.Arg<BF16>()
+                                  .Arg<BF16>()
+                                  .Arg<S32>()
+                                  .Arg<F32>()
+                                  .Arg<S32>()
+                                  .Ret<BF16>()
+                                  .Ret<BF16>()
+                                  .Ret<BF16>()
+                                  .Ret<BF16>()
+                                  .Attr<ffi::Span<const int64_t>>("sites")
+                                  .Attr<int64_t>("max_rank"),
                               {ffi::Traits::kCmdBufferCompatible});
 XLA_FFI_DEFINE_HANDLER_SYMBOL(lora_jax_cuda_lora_shrink, lora_jax::LoraShrink,
                               LORA_JAX_ON_STREAM.LORA_JAX_CALL_STATE.Arg<BF16>()

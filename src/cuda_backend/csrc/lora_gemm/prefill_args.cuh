@@ -28,6 +28,7 @@ struct TileArgs {
   const int* row_order;             // sorted place -> row of x and y
   Module modules[kMaxModules];
   const __nv_bfloat16* x;           // [rows, d_in]
+  const __nv_bfloat16* b_pool;      // [pool rows, d_out]; of launch_gated_tiles alone
   __nv_bfloat16* h;                 // [modules, sorted rows, h_stride]
   int num_modules, num_rows, num_slots;
   int d_in, d_out, h_stride, max_rank, most_tiles;
@@ -50,6 +51,16 @@ constexpr int kMostRankOfBoth = 64;  // else the tiles need more registers than 
 cudaError_t launch_both(BothArgs args, cudaStream_t stream);
 // Shrinks and expands tiles, of ranks of at most that. May begin while the kernel before it in the stream runs.
 cudaError_t launch_pair_tiles(TileArgs args, CallState* state, cudaStream_t stream);
+// Adds to the tiles' rows of gate and up, whose h is known, and multiplies all rows: see lora_gemm/prefill_gated.cuh.
+struct GatedTileArgs {
+  TileArgs tiles;        // its modules are gate and up, whose y are read alone
+  const Item* items;     // whose rows have their adapters
+  const int* num_items;
+  __nv_bfloat16* y;      // [rows, d_out]
+  const int* num_rows;   // those behind are zeros
+};
+constexpr int kMostRankOfGated = 32;  // else B would fill the registers
+cudaError_t launch_gated_tiles(const GatedTileArgs& args, cudaStream_t stream);
 // Shrinks the items and the tiles in one kernel, which waits for the one before.
 cudaError_t launch_shrinks(const BothArgs& args, cudaStream_t stream);
 // Sets the maps of A, [rows, width].

@@ -1,6 +1,7 @@
 // Host side of the tile kernels, for one translation unit. Nothing here allocates or waits.
 #pragma once
 #include "device/launch_early.cuh"
+#include "lora_gemm/prefill_gated.cuh"
 #include "lora_gemm/prefill_with_items.cuh"
 #include "lora_gemm/shrink.cuh"
 #include "lora_gemm/prefill_shrink.cuh"

@@ -1,6 +1,7 @@
 // Host entry points of the emulated kernels of an MLP's products with adapters, over plain arrays.
 #include "lora_gemm/decode_gated.cuh"
 #include "lora_gemm/launch.cuh"
+#include "lora_gemm/prefill_launch.cuh"
 #include "silu_times/silu_times.cuh"
 
 #include "driver.cuh"
@@ -40,6 +41,42 @@ int lora_gated(Bf16* product, Bf16* y, const Bf16* x, const Bf16* a_pool, const 
   auto words = [](const Bf16* v) { return reinterpret_cast<const uint4*>(v); };
   const SiluTimesArgs silu{words(products[0]), words(products[1]), num_rows, reinterpret_cast<uint4*>(product), rows, d_out / 8};
   return e == cudaSuccess ? launch_silu_times(silu, nullptr) : e;
+}
+
+// Segments of `least_rows` rows become tiles, of whose rows `tiled` comes back.
+int lora_gated_tiles(Bf16* product, Bf16* y, const Bf16* x, const Bf16* a_pool, const Bf16* b_pool, const int* entries,
+                     const float* scaling, const int* row_to_slot, const int* row_to_expert, const int* num_rows, int rows,
+                     int d_out, int d_in, int a_rows, int b_rows, int slots, int max_rank, int least_rows, int* tiled) {
+  std::vector<int> order(rows), cut(4, -1);
+  std::vector<Item> items(rows), small(rows);
+  std::vector<TileRecord> tiles(rows);
+  int num_items = -1, num_small = -1;
+  launch_metadata(MetadataArgs{row_to_slot, row_to_expert, rows, slots, 32, order.data(), items.data(), &num_items}, nullptr);
+  launch_row_tiles(RowTilesArgs{items.data(), &num_items, order.data(), rows, least_rows, 1, 0, 0, rows, small.data(), &num_small,
+                                tiles.data(), cut.data()},
+                   nullptr);
+  *tiled = 0;
+  for (int i = 0; i < cut[0]; ++i) *tiled += tiles[i].expand.num_rows;
+  const int h_stride = (max_rank + 7) / 8 * 8;
+  std::vector<Bf16> work(static_cast<size_t>(4) * rows * h_stride);
+  CallState state{};
+  PairArgs p{};
+  for (int m = 0; m < 2; ++m)
+    p.modules[m] = Module{entries + m * slots * 5, scaling + m * slots, y + static_cast<size_t>(m) * rows * d_out};
+  p.items = small.data(), p.num_items = &num_small, p.row_order = order.data(), p.x = x, p.h = work.data();
+  p.state = &state, p.live = &cut[2], p.num_modules = 2, p.num_rows = rows, p.num_slots = slots;
+  p.d_in = d_in, p.d_out = d_out, p.h_stride = p.max_rank = h_stride, p.shrink = p.expand = p.accumulate = true;
+  TileArgs t{};
+  t.tiles = tiles.data(), t.cut = cut.data(), t.most_tiles = rows, t.row_order = order.data();
+  std::copy(p.modules, p.modules + 2, t.modules), t.x = x, t.d_in = d_in, t.d_out = d_out, t.b_pool = b_pool;
+  t.num_modules = 2, t.num_rows = rows, t.num_slots = slots, t.h_stride = t.max_rank = h_stride;
+  t.h = p.h + work.size() / 2, t.shrink = t.accumulate = true;
+  cudaError_t e = pool_maps(&p, 0, a_pool, a_rows, d_in, kWideA);
+  if (e == cudaSuccess) e = pool_maps(&p, 1, b_pool, b_rows, d_out, kWideB);
+  if (e == cudaSuccess) e = parts_maps(t.a_parts, a_pool, a_rows, d_in);
+  if (e == cudaSuccess) e = launch_pair(p, nullptr);
+  if (e == cudaSuccess) e = launch_tiles(t, nullptr);
+  return e == cudaSuccess ? launch_gated_tiles({t, small.data(), &num_small, product, num_rows}, nullptr) : e;
 }
 
 }  // extern "C"
