@@ -161,6 +161,7 @@ class AdapterRegistry:
             entry = self._names.forget(name)
             if entry is None:
                 raise self._names.not_found(name)
+            self._failures.forget(name)  # which may ask for just that
         self.line.changed()
         return entry
 

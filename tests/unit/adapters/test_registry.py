@@ -449,6 +449,19 @@ def test_an_evicted_name_can_be_unloaded(big_root):
     assert not names.knows_digest(sql)
 
 
+def test_an_unload_brings_files_that_were_refused_as_changed(big_root):
+    """The refusal is remembered for seconds, and says itself that an unload is a way out."""
+    names = two(big_root)
+    for name in ("sql", "law", "med"):
+        names.resolve(name)
+    cases.write_adapter(big_root / "sql", cases.dense_tensors(seed=77))
+    for _ in range(2):
+        with pytest.raises(AdapterRejected, match="or unload it first"):
+            names.resolve("sql")
+    before = names.unload("sql").digest
+    assert names.resolve("sql").digest != before
+
+
 def test_names_that_callers_used_make_way_for_others(big_root):
     names = registry(big_root, max_adapters=2)
     names.load("mine", "secret/../sql")

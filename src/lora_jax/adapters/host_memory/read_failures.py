@@ -33,5 +33,5 @@ class ReadFailures:
         self._failures[name] = now + wait_s, error
 
     def forget(self, name: str) -> None:
-        """The name was loaded."""
+        """The name was loaded or unloaded."""
         self._failures.pop(name, None)
