@@ -122,13 +122,12 @@ def silu_of_linears(
 ) -> Float[Array, "rows width"]:
     """Return silu of the first map times the second, of their outputs those of this device.
 
-    With the adapters' part that is one op where nothing else comes between, as an exchange with a
-    LoRA Server.
+    With the adapters' part that is one op, except beside a LoRA Server, where a merged adapter is
+    taken out of the weights, and where outputs are scaled (nn/gains.py).
     """
     modules, layer = [m.module for m in maps], maps[0].layer
     names = [m for m in modules if m in routing.module_names]
-    plain = routing.surplus is None and not has_gains(routing, modules)
-    plain = plain and routing.exchange(modules, layer) is None
+    plain = routing.remote is None and routing.surplus is None and not has_gains(routing, modules)
     if not plain or len(names) < 2 or routing.adapters is None or has_split_inputs(maps[0].axes):
         gate, up = apply_linears(maps, x, routing)
         return silu_times(gate, up, routing.num_rows)
