@@ -39,6 +39,7 @@ from serving.api.request import Request, ScheduledChunk, Sequence, StepPlan
 from serving.api.sampling import Sampling
 from serving.engine.parts.devices import local_widths, make_cpu_devices
 from serving.steps.model_runner import ModelRunner
+from serving.steps.runner_parts import ProgramChoice, StepAdapters, StepModel
 from serving.steps.step import StepSizes
 
 TURNS, STEPS, PAGE_SIZE = 7, 20, 16
@@ -160,16 +161,17 @@ def make_runner(
     sizes = StepSizes(rows, pages * PAGE_SIZE, PAGE_SIZE, rows * pages, max(rows, 64), RANK)
     model, config = make_model(raw, split, form)
     return ModelRunner(
-        model,
-        model.kv_shape(config),
+        step_model(model, config, split),
         sizes,
-        max_tokens=rows,
-        vocab_size=config.vocab_size,
-        dtype=jnp.dtype(jnp.bfloat16),
-        slots=linear_slots(model, config, split),
-        compile_base_only_steps=True,
-        split=split,
+        ProgramChoice(rows, base_only=True),
+        StepAdapters(linear_slots(model, config, split)),
     )
+
+
+def step_model(model: Any, config: Any, split: Split | None) -> StepModel:
+    """Return a model in bfloat16, with its KV pages."""
+    dtype = jnp.dtype(jnp.bfloat16)
+    return StepModel(model, model.kv_shape(config), config.vocab_size, dtype, split=split)
 
 
 def make_plan(case: Case, runner: ModelRunner, vocab: int, rows: int, position: int) -> StepPlan:

@@ -34,6 +34,7 @@ from bench.step_profile import Kernels, longest, profile_step, show_profile
 from serving.api.request import StepPlan
 from serving.steps.compiling import compile_all
 from serving.steps.model_runner import ModelRunner
+from serving.steps.runner_parts import ProgramChoice, StepAdapters, StepModel
 from serving.steps.step import StepSizes
 from serving.steps.step_programs import Program
 
@@ -76,14 +77,10 @@ def runner_of(
         reads_rows=True,
     )
     return ModelRunner(
-        model,
-        model.kv_shape(config),
+        StepModel(model, model.kv_shape(config), config.vocab_size, jnp.dtype(jnp.bfloat16)),
         sizes,
-        max_tokens=tokens,
-        vocab_size=config.vocab_size,
-        dtype=jnp.dtype(jnp.bfloat16),
-        slots=slots,
-        compile_base_only_steps=True,
+        ProgramChoice(tokens, base_only=True),
+        StepAdapters(slots),
     )
 
 

@@ -12,6 +12,7 @@ thread for each device, for all of which the sending thread waits: `launch_us` i
 threads takes, with the little that a device computes. A step costs the host both.
 """
 
+import dataclasses
 import statistics
 import time
 from typing import Any
@@ -32,6 +33,7 @@ from lora_jax.sharding import Split
 from lora_jax.typing import Array, Float, Int
 from serving.api.request import StepPlan
 from serving.steps.model_runner import ModelRunner
+from serving.steps.runner_parts import ProgramChoice, StepAdapters
 from serving.steps.step import StepSizes
 from serving.steps.step_programs import Program
 
@@ -111,15 +113,10 @@ def _runner(raw: dict[str, Any], devices: int, sizes: Sizes) -> ModelRunner:
     logit_rows = max(sizes.rows, 8)
     length = pages * PAGE_SIZE
     return ModelRunner(
-        IdleModel(model),
-        model.kv_shape(config),
+        dataclasses.replace(decode_step.step_model(model, config, split), model=IdleModel(model)),
         StepSizes(sizes.rows, length, PAGE_SIZE, sizes.rows * pages, logit_rows, RANK),
-        max_tokens=sizes.rows,
-        vocab_size=config.vocab_size,
-        dtype=jnp.dtype(jnp.bfloat16),
-        slots=decode_step.linear_slots(model, config, split),
-        split=split,
-        in_place=True,
+        ProgramChoice(sizes.rows, in_place=True),
+        StepAdapters(decode_step.linear_slots(model, config, split)),
     )
 
 

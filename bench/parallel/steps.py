@@ -15,7 +15,6 @@ import time
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from bench import decode_step
@@ -26,6 +25,7 @@ from lora_jax.sharding import Split
 from serving.api.request import Request, ScheduledChunk, Sequence, StepPlan
 from serving.steps.compiling import compile_all
 from serving.steps.model_runner import ModelRunner
+from serving.steps.runner_parts import ProgramChoice, StepAdapters
 from serving.steps.step import StepSizes
 from serving.steps.step_programs import Program
 
@@ -68,15 +68,10 @@ def make_runners(raw: dict[str, Any], sizes: Sizes, split: Split | None) -> Runn
         logit_rows = max(rows, 8)
         of_step = StepSizes(rows, pages * PAGE_SIZE, PAGE_SIZE, rows * pages, logit_rows, RANK)
         return ModelRunner(
-            model,
-            model.kv_shape(config),
+            decode_step.step_model(model, config, split),
             of_step,
-            max_tokens=tokens,
-            vocab_size=config.vocab_size,
-            dtype=jnp.dtype(jnp.bfloat16),
-            slots=slots,
-            compile_base_only_steps=True,
-            split=split,
+            ProgramChoice(tokens, base_only=True),
+            StepAdapters(slots),
         )
 
     decode = runner(sizes.rows, sizes.position, sizes.rows)

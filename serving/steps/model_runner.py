@@ -7,37 +7,32 @@ step can wait, it is two programs: `forward` goes out like any step, `sample` wh
 """
 
 import functools
-from collections.abc import Callable, Iterable, Iterator, Set
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 from jax.stages import Lowered
 
 from lora_jax.adapters.lora_load_job import RowChunk, SlotEntry, write
 from lora_jax.adapters.slots import AdapterSlots, RowWriter, warm_up
-from lora_jax.kv_cache import KVShape, PagedKVCache, pages_sharding
-from lora_jax.sharding import Split, put
+from lora_jax.kv_cache import pages_sharding
+from lora_jax.sharding import put
 from lora_jax.typing import Array, Int
 from serving.api.request import SequenceResult, StepPlan
 from serving.api.sampling import Sampling
-from serving.lora_server.client import RemoteTable, ServerLink
-from serving.lora_server.tenant_side import TenantLink
+from serving.lora_server.client import RemoteTable
 from serving.steps.compiled_step import NO_REMAT, CompiledStep
 from serving.steps.compiling import compile_all, lowered, read_kept, runs_left, take_read
 from serving.steps.device_state import admit, init_row_state, pack_row
 from serving.steps.forwarded import Forwarded
 from serving.steps.host_inputs import largest_bytes
-from serving.steps.image_encoder import ImageEncoder
-from serving.steps.kept_steps import KeptProgram, KeptSteps
-from serving.steps.mask_board import MaskBoard
-from serving.steps.merged_weights import MergedWeights
+from serving.steps.kept_steps import KeptProgram
 from serving.steps.operands import Operands
 from serving.steps.page_copies import PageCopies, own_pages
 from serving.steps.row_writes import RowWrites
+from serving.steps.runner_parts import NO_ADAPTERS, ProgramChoice, StepAdapters, StepModel
 from serving.steps.sampler import Sampled
 from serving.steps.split_step import StepSplit
 from serving.steps.step import StepSizes
@@ -70,96 +65,53 @@ class ModelRunner:
 
     def __init__(
         self,
-        model: nnx.Module,
-        kv_shape: KVShape,
+        base: StepModel,
         sizes: StepSizes,
+        choice: ProgramChoice,
+        adapters: StepAdapters = NO_ADAPTERS,
         *,
-        max_tokens: int,
-        vocab_size: int,
-        dtype: jnp.dtype,
-        end_ids: tuple[int, ...] = (),
-        slots: AdapterSlots | None = None,
-        reroute_tables: np.ndarray | None = None,
-        link: ServerLink | TenantLink | None = None,
-        compile_base_only_steps: bool = False,
-        structured_outputs: bool = True,
-        split: Split | None = None,
-        encoder: ImageEncoder | None = None,
-        merged: MergedWeights | None = None,
-        mixture: bool = False,
-        bringing: Set[int] = frozenset(),
         tell: Callable[[Any], None] = lambda command: None,
-        kept: KeptSteps | None = None,
-        pooled: PagedKVCache | None = None,
-        board: MaskBoard | None = None,
-        in_place: bool | None = None,
-        row_writer: RowWriter = "programs",
     ):
-        """`max_tokens` bounds a step, `dtype` is that of KV pages, and `end_ids` are held back
-        before a request's min_tokens. With `reroute_tables` the model's experts lie in expert
-        tensors, with `link` the experts' part of adapters comes from a LoRA Server.
-        `compile_base_only_steps` compiles steps once more without LoRA, for batches that have
-        none, `structured_outputs` steps whose rows may be masked. With `split` the model and
-        `slots` lie on its devices, and `kv_shape` is of all heads. `encoder` is that of a model
-        that takes images. With `merged` steps may take those weights, with `mixture` steps whose
-        rows have other adapters too. `bringing` are the slots whose adapters have more than LoRA;
-        the caller changes it. `tell` is given every StepInput and SampleInput before it is done,
-        for the runners of other processes to `follow`. `kept` are compiled steps of earlier
-        processes, `pooled` KV pages of a pool, whose rows `slots` then has. With `board` steps wait
-        for masks. `in_place` is CompiledStep's; None: not on CPUs. `row_writer` is for no pool.
+        """Make the step of a model, its rows and its pages; `warm_up` compiles its programs.
+
+        `tell` is given every StepInput and SampleInput before it is done, for the runners of
+        other processes to `follow`.
         """
-        self.sizes, self.buckets = sizes, token_buckets(max_tokens, sizes.max_seqs)
-        self._vocab_size, self._tell = vocab_size, tell
-        self._inputs = StepInputs(sizes, vocab_size, end_ids)
+        self.sizes, self.buckets = sizes, token_buckets(choice.max_tokens, sizes.max_seqs)
+        self._vocab_size, self._tell = base.vocab_size, tell
+        self._inputs = StepInputs(sizes, base.vocab_size, base.end_ids)
         self._held: Forwarded | None = None  # of a step that is followed
-        self.board = board if structured_outputs else None
-        self._programs = StepPrograms(
-            self.buckets,
-            sizes.max_seqs,
-            merged=merged is not None,
-            mixture=mixture,
-            brings=slots is not None and slots.token_ids is not None,
-            base_only=compile_base_only_steps and slots is not None,
-            bound=structured_outputs,
-            waits=board is not None,
-        )
         self._cold: list[tuple[Program, KeptProgram]] = []  # once for each run that is left
-        pages, known = pages_sharding(kv_shape, split), encoder is None and link is None
-        self._step = CompiledStep(
-            model,
-            sizes,
-            link,
-            vocab_size,
-            in_place=jax.default_backend() != "cpu" if in_place is None else in_place,
-            compiler_options=NO_REMAT if reroute_tables is not None or pooled is not None else None,
-            split=None if split is None or pages is None else StepSplit(split, pages.spec),
-            kept=kept,
-            board=self.board,
-            largest_sent=largest_bytes(sizes, vocab_size * structured_outputs) if known else None,
-        )
+        self.board, self.encoder, self.merged = choice.mask_board, base.encoder, adapters.merged
+        self._bringing, self._num_esft = adapters.bringing, adapters.num_esft
+        self._check = (lambda: None) if base.split is None else base.split.check
+        self._programs = _programs(self.buckets, sizes, choice, adapters)
+        self._step = _compiled_step(base, sizes, choice, adapters)
         # Everything lies committed on the weights' device from the start: an array that is
         # committed only after its first step would make every program compile twice.
-        place = functools.partial(put, sharding=self._step.sharding)
-        self._pooled = pooled is not None
-        self._row_writer: RowWriter = "pool" if self._pooled else row_writer
-        self._cache = pooled or own_pages(kv_shape, sizes, dtype, split, place)
+        self._place = functools.partial(put, sharding=self._step.sharding)
+        pages = base.kv_shape, sizes, base.dtype
+        self._cache = base.pooled or own_pages(*pages, base.split, self._place)
         self._copies = None
         if sizes.num_host_pages:
-            self._copies = PageCopies(kv_shape, sizes, dtype, self._step.sharding, split)
-        self._state = place(init_row_state(sizes.max_seqs, sizes.max_len))
-        self._rows = RowWrites(by_host=split is None and jax.default_backend() == "cpu")
-        self._place, self.encoder, self.merged = place, encoder, merged
-        self._bringing = bringing
-        if encoder is not None:
-            encoder.start(sizes.max_seqs, sizes.max_len, self._step.sharding)
-        self._check = (lambda: None) if split is None else split.check
-        self.slots = slots if slots is None or split is not None or self._pooled else place(slots)
+            self._copies = PageCopies(*pages, self._step.sharding, base.split)
+        self._state = self._place(init_row_state(sizes.max_seqs, sizes.max_len))
+        self._rows = RowWrites(by_host=base.split is None and jax.default_backend() == "cpu")
+        if base.encoder is not None:
+            base.encoder.start(sizes.max_seqs, sizes.max_len, self._step.sharding)
+        self._take_adapters(base, adapters)
+
+    def _take_adapters(self, base: StepModel, adapters: StepAdapters) -> None:
+        """Bring slots and tables of adapters to the devices; those of a split or pool are there."""
+        self._row_writer: RowWriter = adapters.row_writer if base.pooled is None else "pool"
+        slots, tables = adapters.slots, adapters.reroute_tables
+        is_there = slots is None or base.split is not None or base.pooled is not None
+        self.slots: AdapterSlots | None = slots if is_there else self._place(slots)
         self.reroute_tables: Int[Array, "moe_layers esft_slots experts"] | None = (
-            None if reroute_tables is None else place(reroute_tables)
+            None if tables is None else self._place(tables)
         )
-        self._num_esft = 0 if reroute_tables is None else reroute_tables.shape[1]
         self.remote_table: RemoteTable | None = None
-        if link is not None and slots is not None:
+        if adapters.link is not None and slots is not None:
             self.set_remote(np.full(slots.num_slots, -1), 0)
 
     def warm_up(self, *, compiled: Callable[..., None] = lambda all_: None, **how: Any) -> None:
@@ -398,3 +350,41 @@ class ModelRunner:
     def _bucket(self, plan: StepPlan, buckets: tuple[int, ...]) -> int:
         rows = num_logit_rows(plan)
         return bucket_for(plan.num_tokens, rows, buckets, self.sizes.max_logit_rows)
+
+
+def _programs(
+    buckets: tuple[int, ...], sizes: StepSizes, choice: ProgramChoice, adapters: StepAdapters
+) -> StepPrograms:
+    """Return the programs of a runner's steps, by bucket."""
+    return StepPrograms(
+        buckets,
+        sizes.max_seqs,
+        merged=adapters.merged is not None,
+        mixture=adapters.mixture,
+        brings=adapters.brings,
+        base_only=choice.base_only and adapters.slots is not None,
+        bound=choice.structured_outputs,
+        waits=choice.board is not None,
+    )
+
+
+def _compiled_step(
+    base: StepModel, sizes: StepSizes, choice: ProgramChoice, adapters: StepAdapters
+) -> CompiledStep:
+    """Return the step of a model, of which nothing is compiled yet."""
+    pages = pages_sharding(base.kv_shape, base.split)
+    known = base.encoder is None and adapters.link is None
+    stays = adapters.reroute_tables is not None or base.pooled is not None
+    largest = largest_bytes(sizes, base.vocab_size * choice.structured_outputs) if known else None
+    return CompiledStep(
+        base.model,
+        sizes,
+        adapters.link,
+        base.vocab_size,
+        in_place=choice.is_in_place,
+        compiler_options=NO_REMAT if stays else None,
+        split=None if base.split is None or pages is None else StepSplit(base.split, pages.spec),
+        kept=choice.kept,
+        board=choice.mask_board,
+        largest_sent=largest,
+    )

@@ -28,6 +28,7 @@ from serving.scheduling.scheduler import Scheduler, SchedulerLimits
 from serving.steps.kept_steps import KeptSteps, identity
 from serving.steps.mask_board import make_board
 from serving.steps.model_runner import ModelRunner
+from serving.steps.runner_parts import ProgramChoice, StepAdapters, StepModel
 from serving.steps.step import StepSizes
 
 logger = logging.getLogger(__name__)
@@ -81,39 +82,28 @@ def make_runner(
     sizes = _step_sizes(config, base, num_logit_rows)
     alone = base.split is None and link is None and not base.source.is_shared
     waits = config.structured_outputs and alone
-    runner = ModelRunner(
+    of_model = StepModel(
         base.model,
         base.model.kv_shape(base.config),
-        sizes,
-        max_tokens=config.step_tokens,
-        vocab_size=base.config.vocab_size,
-        dtype=kv_dtype(config, base.dtype),
+        base.config.vocab_size,
+        kv_dtype(config, base.dtype),
         end_ids=end_ids,
-        slots=init_slots(
-            base.catalogue,
-            adapter_slots.spec,
-            lora_dtype(config, base.dtype),
-            base.split,
-            None if base.pool is None else base.pool.room.rows.arrays,
-        ),
-        reroute_tables=None if base.esft is None else base.esft.tables,
-        link=link,
+        split=base.split,
         encoder=encoder,
+        pooled=None if base.pool is None else base.pool.room.pages.cache,
+    )
+    choice = ProgramChoice(
+        config.step_tokens,
         # On a CPU the adapters' kernels return at once where no row has an adapter, but exchanges
         # that nobody needs take a third of a small model's step.
-        compile_base_only_steps=config.compile_base_only_steps
+        base_only=config.compile_base_only_steps
         and (jax.default_backend() != "cpu" or link is not None),
         structured_outputs=config.structured_outputs,
-        split=base.split,
-        merged=base.merged,
-        mixture=config.lora_merge == AUTO,
-        bringing=adapter_slots.bringing,
-        tell=teller(gang),
-        kept=_kept_steps(config, base),
-        pooled=None if base.pool is None else base.pool.room.pages.cache,
         board=make_board(sizes, base.config.vocab_size) if waits else None,
-        row_writer="copier" if adapter_slots.copies_rows else "programs",
+        kept=_kept_steps(config, base),
     )
+    adapters = _step_adapters(config, base, adapter_slots)
+    runner = ModelRunner(of_model, sizes, choice, adapters, tell=teller(gang))
     _warm_up(runner, gang, settle)
     logger.info(
         "%d programs for steps of up to %s tokens are ready after %.1f s.",
@@ -122,6 +112,23 @@ def make_runner(
         time.monotonic() - start,
     )
     return runner
+
+
+def _step_adapters(
+    config: EngineConfig, base: LoadedBase, adapter_slots: SlotParts
+) -> StepAdapters:
+    """Return what adapters of every kind add to the model's steps."""
+    rows = None if base.pool is None else base.pool.room.rows.arrays
+    dtype = lora_dtype(config, base.dtype)
+    return StepAdapters(
+        init_slots(base.catalogue, adapter_slots.spec, dtype, base.split, rows),
+        bringing=adapter_slots.bringing,
+        row_writer="copier" if adapter_slots.copies_rows else "programs",
+        reroute_tables=None if base.esft is None else base.esft.tables,
+        link=None if base.remote is None else base.remote.link,
+        merged=base.merged,
+        mixture=config.lora_merge == AUTO,
+    )
 
 
 def _warm_up(runner: ModelRunner, gang: Gang | None, settle: Callable[[], object]) -> None:

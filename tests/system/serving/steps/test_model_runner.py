@@ -21,6 +21,7 @@ from serving.scheduling.scheduler import Scheduler, SchedulerLimits
 from serving.steps import model_runner as module
 from serving.steps.compiled_step import CompiledStep
 from serving.steps.model_runner import ModelRunner, token_buckets
+from serving.steps.runner_parts import ProgramChoice, StepModel
 from serving.steps.step import StepSizes
 from serving.steps.step_programs import Program, StepPrograms
 from serving.steps.step_results import InFlightStep
@@ -57,13 +58,9 @@ def make_runner(loaded, max_tokens, dtype="float32"):
         max_rank=8,
     )
     runner = ModelRunner(
-        model,
-        type(model).kv_shape(config),
+        StepModel(model, model.kv_shape(config), SHAPE.vocab, jnp.dtype(dtype), end_ids=(2,)),
         sizes,
-        max_tokens=max_tokens,
-        vocab_size=SHAPE.vocab,
-        dtype=jnp.dtype(dtype),
-        end_ids=(2,),
+        ProgramChoice(max_tokens),
     )
     runner.warm_up()
     return runner

@@ -18,6 +18,7 @@ from serving.engine.parts.image_parts import (
     take_tower,
 )
 from serving.steps.model_runner import ModelRunner
+from serving.steps.runner_parts import ProgramChoice, StepModel
 from serving.steps.step import TABLE_ROWS, StepSizes
 from serving.steps.step_programs import Program
 
@@ -82,10 +83,8 @@ def lowered(model, made: ModelConfig) -> str:
     sizes = StepSizes(
         max_seqs=2, max_len=16, page_size=4, num_pages=8, max_logit_rows=2, max_rank=1
     )
-    vocab = made.vocab_size
-    runner = ModelRunner(
-        model, model.kv_shape(made), sizes, max_tokens=8, vocab_size=vocab, dtype=FLOAT
-    )
+    of_model = StepModel(model, model.kv_shape(made), made.vocab_size, FLOAT)
+    runner = ModelRunner(of_model, sizes, ProgramChoice(8))
     table = np.zeros((TABLE_ROWS, 2), np.int32)
     step = runner._step.trace(runner._operands(Program(8)), table, 8, lora=True)
     return step.lower().as_text()

@@ -1,5 +1,6 @@
 """Scheduler and model runner as a config asks for them."""
 
+import dataclasses
 from types import SimpleNamespace
 
 import jax
@@ -119,8 +120,9 @@ def test_steps_without_lora_have_their_own_programs_on_accelerators(tmp_path, mo
     used = []
 
     class Specialized(ModelRunner):
-        def __init__(self, *args, **kwargs):
-            super().__init__(*args, **{**kwargs, "compile_base_only_steps": True})
+        def __init__(self, base, sizes, choice, *args, **kwargs):
+            choice = dataclasses.replace(choice, base_only=True)
+            super().__init__(base, sizes, choice, *args, **kwargs)
 
         def _run(self, table, program, number=0):
             used.append((program.bucket, program.lora))
