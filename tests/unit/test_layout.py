@@ -54,18 +54,25 @@ WITHOUT_MODULE = {
 }
 # A concern of a module whose own test file would be long.
 PARTS = {
+    "adapters/test_registry_eviction.py",
     "adapters/test_registry_room.py",
-    "serving/engine/test_feature_pairs.py",  # of all features of an engine
-    "test_config_quantization.py",
-    "serving/engine/test_engine_answers.py",
-    "serving/engine/test_closed_engine.py",  # in whose process it was
+    "memory/test_host_sharing.py",
+    "memory/test_weight_tensor_walks.py",
+    "ops/test_grouped_matmul_pallas_gpu_tiles.py",
+    "serving/adapters/test_rollouts_file.py",
     "serving/cluster/test_front_faults.py",
+    "serving/cluster/test_proxy_faults.py",
     "serving/cluster/test_world_launch.py",  # of NVSHMEM
+    "serving/engine/test_closed_engine.py",  # in whose process it was
+    "serving/engine/test_engine_answers.py",
+    "serving/engine/test_feature_pairs.py",  # of all features of an engine
     "serving/functions/test_function_process_programs.py",
     "serving/scheduling/test_scheduler_adapters.py",
     "serving/scheduling/test_scheduler_tenants.py",
     "serving/scheduling/test_scheduler_walks.py",
     "serving/test_launch_flags.py",
+    "serving/test_launch_roles.py",
+    "test_config_quantization.py",
 }
 LONGEST_FILE = 400
 

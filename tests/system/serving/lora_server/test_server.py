@@ -1,6 +1,5 @@
 """A rank's loop over a transport that hands it requests, and adapters from other threads."""
 
-import queue
 import shutil
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -11,54 +10,20 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from support.cases import lora_server_cases as cases
+from support.cases.rank_loop import REFUSED, Running, load_within
 from support.doubles.driver_double import cuda_double
 from support.doubles.late_copier import LateCopier
 
 from cuda_backend.vmm import CudaDriver
-from lora_jax.adapters import reader
 from lora_jax.memory.driver import DriverMemory
 from serving.lora_server.host_parts import HostParts
 from serving.lora_server.rank import ServerRank
-from serving.lora_server.server import RankServer
 from serving.lora_server.shared_reads import SharedReads
 from serving.lora_server.spec import design
 from serving.lora_server.transport import device_memory
 from serving.lora_server.transport.base import PushRows, Request, Status
 from serving.lora_server.transport.device_server import DeviceServer
 from serving.lora_server.transport.shapes import GATE_UP
-
-REFUSED = "refused"
-
-
-class Transport:
-    """One client whose requests wait in a queue; answers go to another."""
-
-    def __init__(self):
-        self.requests, self.answers = queue.SimpleQueue(), queue.SimpleQueue()
-        self.stopped, self.closed = False, False
-
-    def receive(self, seconds):
-        try:
-            return self.requests.get(timeout=seconds) if seconds else self.requests.get_nowait()
-        except queue.Empty:
-            return None
-
-    def respond(self, request, deltas):
-        self.answers.put(deltas)
-        return True
-
-    def refuse(self, request):
-        self.answers.put(REFUSED)
-        return True
-
-    def abort(self):
-        self.stopped = True
-
-    def aborted(self):
-        return self.stopped
-
-    def close(self):
-        self.closed = True
 
 
 @pytest.fixture(scope="module")
@@ -77,41 +42,6 @@ def rank(made):
     rank = ServerRank(made.catalogue, made.layout.shard(3), made.sizes, jnp.dtype("float32"))
     rank.warm_up()
     return rank
-
-
-class Running:
-    """The loop in a thread, with an adapter's digest by name."""
-
-    def __init__(self, made, rank, adapters, transport=None):
-        self.transport = transport or Transport()
-        self.server = RankServer(
-            rank, made.layout, made.catalogue, lambda: self.transport, host_bytes=1 << 20
-        )
-        self.adapters = adapters
-        self.digests = {
-            name: reader.read(path, made.catalogue).digest for name, path in adapters.items()
-        }
-        self.thread = threading.Thread(target=self.server.run, daemon=True)
-        self.thread.start()
-        self.server.open()
-
-    def load(self, name, number, version=1, digest=None):
-        self.server.load(number, self.adapters[name], digest or self.digests[name], version)
-
-    def ask(self, numbers, experts, layer=1, version=1, site=GATE_UP):
-        x = np.ones((16, 32), np.float32)
-        ids = [np.resize(np.asarray(values, np.int32), 16) for values in (numbers, experts)]
-        request = Request(1, 1, 1, layer, site, len(numbers), version, x, *ids)
-        self.transport.requests.put(request)
-        return self.transport.answers.get(timeout=60)
-
-
-def load_within(seconds, loop, name, number):
-    """Load on a thread that may be left behind: a loop that has failed would never answer it."""
-    loader = threading.Thread(target=loop.load, args=(name, number), daemon=True)
-    loader.start()
-    loader.join(seconds)
-    assert not loader.is_alive(), "the rank does not answer"
 
 
 @pytest.fixture
