@@ -1,6 +1,7 @@
 """Imports beside a start: their order, their errors, and what is left out of them."""
 
 import importlib.metadata
+import subprocess
 import sys
 from types import ModuleType
 
@@ -65,3 +66,33 @@ def test_only_the_import_of_jax_finds_no_packages(monkeypatch):
     with lean():
         assert not list(importlib.metadata.distributions())
     assert importlib.metadata.distributions is before
+
+
+# What flax is for functions, and what it could do for others, in a process that imported it leanly.
+LEAN = """
+import sys
+from serving.functions.late_imports import lean
+with lean():
+    from flax import nnx
+assert not {"optax", "treescope", "rich"} & sys.modules.keys(), "imported, or left behind"
+import jax.numpy as jnp
+class Model(nnx.Module):
+    def __init__(self):
+        self.weight = nnx.Param(jnp.ones(3))
+    def __call__(self):
+        return self.weight + 1
+model = Model()
+graphdef, state = nnx.split(model, graph=False)
+assert nnx.merge(graphdef, state).weight.shape == (3,)
+assert not {"optax", "treescope", "rich"} & sys.modules.keys(), "a split needs none of them"
+import optax
+optimizer = nnx.Optimizer(model, optax.sgd(0.5), wrt=nnx.Param)
+optimizer.update(model, nnx.grad(lambda m: m.weight.sum())(model))
+assert model.weight[0] == 0.5
+assert "Model" in nnx.tabulate(model)
+nnx.display(model)
+"""
+
+
+def test_what_flax_shows_and_trains_with_is_imported_by_its_first_use():
+    subprocess.run([sys.executable, "-c", LEAN], check=True, stdout=subprocess.DEVNULL, timeout=120)
