@@ -62,7 +62,8 @@ class Admission:
         Parts of a sum are not held: two sums would wait for each other's room.
         """
         wait_s = 0.0 if self._loop.is_this_thread else self._adapter_wait_s
-        return {"wait_s": wait_s, "lends": not isinstance(adapter, Mapping)}
+        is_sum = not isinstance(adapter, str) and isinstance(adapter, Mapping)
+        return {"wait_s": wait_s, "lends": not is_sum}
 
     def head_of(self, name: str | None, entry: AdapterEntry | None, sampling: Sampling) -> TaskHead:
         """Return the task head that is asked; raises, and counts, where there is none."""

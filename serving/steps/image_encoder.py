@@ -131,7 +131,7 @@ class ImageEncoder:
         Sequences of text, and those whose images' tokens are cached, differ by images' sizes alone.
         """
         images = sequence.request.images
-        grids = tuple((image.start, image.image.grid) for image in images)
+        grids = tuple([(image.start, image.image.grid) for image in images])
         written = grids, tuple(sequence.image_rows)
         if self._written.get(sequence.row) == written:
             return

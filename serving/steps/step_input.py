@@ -65,10 +65,10 @@ class StepInputs:
 
     def make(self, plan: StepPlan, program: Program, *, in_parts: bool) -> StepInput:
         """Return the input of the plan's step, which must run."""
-        admitted = tuple((sequence.row, self._packed(sequence)) for sequence in plan.admitted)
+        admitted = tuple([(sequence.row, self._packed(sequence)) for sequence in plan.admitted])
         for row, _ in admitted:
             self._num_pages[row] = 0
-        pages = tuple(self._new_pages(chunk.sequence for chunk in plan.chunks))
+        pages = tuple(self._new_pages([chunk.sequence for chunk in plan.chunks]))
         return StepInput(program, self._table(plan), plan.moves, admitted, pages, in_parts)
 
     def empty_table(self) -> np.ndarray:
@@ -112,15 +112,17 @@ class StepInputs:
             sequence.request.bad_words,
         )
 
-    def _new_pages(self, sequences: Iterable[Sequence]) -> Iterable[NewPages]:
-        """Yield what is new of each; pages of a running sequence only grow."""
+    def _new_pages(self, sequences: Iterable[Sequence]) -> list[NewPages]:
+        """Return what is new of each; pages of a running sequence only grow."""
+        found: list[NewPages] = []
         for sequence in sequences:
             row, pages = sequence.row, sequence.pages
             first = self._num_pages[row]
             if len(pages) != first:
                 self._num_pages[row] = len(pages)
                 new = np.array(pages[first:], np.int32) * np.int32(self._sizes.page_stride)
-                yield NewPages(row, first, new)
+                found.append(NewPages(row, first, new))
+        return found
 
 
 _FEW_CHUNKS = 4  # are written one by one sooner than all at once

@@ -230,7 +230,7 @@ class ImageFront:
         """
         self._check_places(ids, images)
         owner = b""
-        if images and entry is not None and any(m.startswith(_TOWER) for m in entry.report.modules):
+        if images and entry is not None and f"\n{_TOWER}" in "\n".join(["", *entry.report.modules]):
             owner = entry.digest.encode()
         owner = b"".join([len(x).to_bytes(8, "little") + x for x in (owner, salt.encode())])
         keys = [hashlib.sha256(image.digest + owner).digest() for image, _ in images]

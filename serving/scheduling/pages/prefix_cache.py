@@ -39,10 +39,11 @@ class PrefixChain:
         images: Sequence[PromptImage] = (),
     ):
         parts = [part.encode() for part in (adapter_digest, salt)]
-        framed = b"".join(len(part).to_bytes(8, "little") + part for part in parts)
+        framed = b"".join([len(part).to_bytes(8, "little") + part for part in parts])
         self._root = hashlib.sha256(framed).digest()
         self._page_size, self._images = page_size, images
         self._keys: list[bytes] = []
+        self._last: tuple[int, bytes] = -1, b""  # of so many tokens, as it was asked for last
 
     def keys(self, token_ids: Sequence[int], num_pages: int) -> list[bytes]:
         """Return the keys of the first pages; the tokens before must not have changed."""
@@ -61,13 +62,17 @@ class PrefixChain:
 
         As all tokens it has one that no shorter or longer sequence finds, unless it is full.
         """
+        if self._last[0] == len(token_ids):
+            return self._last[1]
         count = len(token_ids) // self._page_size
         keys = self.keys(token_ids, count)
         if not (left := token_ids[count * self._page_size :]):
             return keys[-1]
         before = keys[-1] if count else self._root
         tokens = array.array("q", left).tobytes()
-        return _PART + hashlib.sha256(before + tokens + self._images_of(count)).digest()
+        key = _PART + hashlib.sha256(before + tokens + self._images_of(count)).digest()
+        self._last = len(token_ids), key
+        return key
 
     def _images_of(self, page: int) -> bytes:
         """Return what a page's key says of images: nothing where there are none."""
@@ -75,9 +80,11 @@ class PrefixChain:
             return b""
         start, end = page * self._page_size, (page + 1) * self._page_size
         return b"".join(
-            image.image.digest + (start - image.start).to_bytes(8, "little", signed=True)
-            for image in self._images
-            if image.start < end and image.end > start
+            [
+                image.image.digest + (start - image.start).to_bytes(8, "little", signed=True)
+                for image in self._images
+                if image.start < end and image.end > start
+            ]
         )
 
 

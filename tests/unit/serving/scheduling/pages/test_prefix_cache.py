@@ -220,3 +220,11 @@ TestPageMachine.settings = settings(
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow],
 )
+
+
+def test_the_key_of_the_last_page_follows_the_tokens_though_it_is_kept():
+    chain, tokens = PrefixChain("a", "", 4), [1, 2, 3, 4, 5]
+    first = chain.last_key(tokens)
+    assert chain.last_key(tokens) == first
+    tokens.append(6)
+    assert chain.last_key(tokens) == PrefixChain("a", "", 4).last_key(tokens) != first
