@@ -31,9 +31,9 @@ from lora_jax.models import model_class
 from lora_jax.models.expert_tensors import expert_blocks
 from lora_jax.nn import moe
 from lora_jax.ops.reroute import row_map
-from serving.steps import batch_sampler
 from serving.steps.compiled_step import NO_REMAT
 from serving.steps.device_state import init_row_state
+from serving.steps.sampling import batch_sampler
 from serving.steps.step import TABLE_ROWS, StepSizes, forward_step, sample_step
 
 PAGE = 16  # tokens

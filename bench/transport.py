@@ -28,9 +28,10 @@ import numpy as np
 from bench import record
 from lora_jax.placement.ep_pp import ServerLayout
 from lora_jax.placement.shape import AdapterShape
-from serving.lora_server.transport import in_process, nixl, shared_memory, tcp
+from serving.lora_server.transport import in_process, shared_memory
 from serving.lora_server.transport.base import AbstractClient, AbstractServer, PushRows
 from serving.lora_server.transport.compatibility import Terms
+from serving.lora_server.transport.hosts import nixl, tcp
 from serving.lora_server.transport.serve import serve
 from serving.lora_server.transport.shapes import Shapes, Site
 

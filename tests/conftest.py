@@ -47,7 +47,7 @@ jax.config.update("jax_numpy_dtype_promotion", "strict")
 CHECKED = [
     "lora_jax",
     "serving.steps.device_state",
-    "serving.steps.sampler",
+    "serving.steps.sampling.sampler",
     "serving.steps.model_runner",
 ]
 array_checks.install(CHECKED)

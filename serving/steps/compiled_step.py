@@ -29,18 +29,18 @@ from lora_jax.typing import Array, Int
 from serving.lora_server.client import ServerLink
 from serving.lora_server.tenant_side import TenantLink
 from serving.runtime.program_cache import forget_lowered
-from serving.steps import batch_sampler, sampler
 from serving.steps.device_state import RowState, history_and_rest, zeros
 from serving.steps.forwarded import Forwarded, no_heads, no_logits
 from serving.steps.host_inputs import HostInputs, make_holes
 from serving.steps.kept_steps import KeptJit, KeptProgram, KeptSteps
-from serving.steps.mask_board import MaskBoard
 from serving.steps.operands import Operands
-from serving.steps.sampler import Sampled, no_samples
+from serving.steps.sampling import batch_sampler, sampler
+from serving.steps.sampling.mask_board import MaskBoard
+from serving.steps.sampling.sampler import Sampled, no_samples
+from serving.steps.sampling.token_masks import HostMasks
 from serving.steps.split_step import StepSplit
 from serving.steps.step import StepSizes
 from serving.steps.step_functions import jit_steps
-from serving.steps.token_masks import HostMasks
 
 # XLA takes the addresses of expert tensors for memory, finds more of it than there is, and would
 # compute many things twice to save some. It still says once that the arguments exceed its limit.

@@ -5,7 +5,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 
 from lora_jax.typing import Array, Float
-from serving.steps.sampler import LogitRows
+from serving.steps.sampling.sampler import LogitRows
 from serving.steps.step import StepSizes
 
 

@@ -16,8 +16,8 @@ import numpy as np
 from lora_jax.typing import Array, Int
 from serving.api.sampling import MAX_LOGPROBS
 from serving.steps.device_state import numbers_of_row
+from serving.steps.sampling.token_masks import num_words
 from serving.steps.step import StepSizes
-from serving.steps.token_masks import num_words
 
 _HOLE_BYTES = (1 << 9, 1 << 12, 1 << 15, 1 << 18)  # each 8 times the one before
 _HOLES = 32  # of each size

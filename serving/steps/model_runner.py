@@ -33,7 +33,8 @@ from serving.steps.operands import Operands
 from serving.steps.page_copies import PageCopies, own_pages
 from serving.steps.row_writes import RowWrites
 from serving.steps.runner_parts import NO_ADAPTERS, ProgramChoice, StepAdapters, StepModel
-from serving.steps.sampler import Sampled
+from serving.steps.sampling.sampler import Sampled
+from serving.steps.sampling.token_masks import HostMasks
 from serving.steps.split_step import StepSplit
 from serving.steps.step import StepSizes
 from serving.steps.step_input import SampleInput, StepInput, StepInputs, is_scored
@@ -57,7 +58,6 @@ from serving.steps.step_results import (
     num_logit_rows,
     read_all,
 )
-from serving.steps.token_masks import HostMasks
 
 
 class ModelRunner:
@@ -268,7 +268,7 @@ class ModelRunner:
     def read(self, step: InFlightStep) -> list[SequenceResult]:
         """Wait for a step and return a result for each chunk, in the plan's order.
 
-        A token_id of INVALID_TOKEN or NO_TOKEN (see the sampler): there is no token. Raises
+        A token_id of INVALID_TOKEN or NO_TOKEN (see sampling): there is no token. Raises
         RuntimeError when the devices of a split have lost each other.
         """
         arrays, chunks = HostArrays(step), zip(step.plan.chunks, step.first_rows, strict=True)

@@ -15,8 +15,8 @@ from serving.lora_server.client import ServerLink
 from serving.lora_server.tenant_side import TenantLink
 from serving.steps.image_encoder import ImageEncoder
 from serving.steps.kept_steps import KeptSteps
-from serving.steps.mask_board import MaskBoard
 from serving.steps.merged_weights import MergedWeights
+from serving.steps.sampling.mask_board import MaskBoard
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -22,8 +22,8 @@ from lora_jax.sharding import Split
 from lora_jax.typing import Array, Float, Int
 from serving.steps.device_state import RowState
 from serving.steps.image_encoder import ENCODER_ROW, POSITIONS, ImageOperands
-from serving.steps.sampler import LogitRows, Sampled
-from serving.steps.token_masks import TokenMasks
+from serving.steps.sampling.sampler import LogitRows, Sampled
+from serving.steps.sampling.token_masks import TokenMasks
 
 # Rows of the step table; behind them one for each draft that a sequence may have.
 START, NUM_TOKENS, SLOT, NUM_TARGETS, SAMPLES = range(5)

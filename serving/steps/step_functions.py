@@ -15,7 +15,8 @@ from flax import nnx
 from serving.lora_server.client import ServerLink
 from serving.lora_server.tenant_side import TenantLink
 from serving.steps.device_state import RowState
-from serving.steps.mask_board import MaskBoard
+from serving.steps.sampling.mask_board import MaskBoard
+from serving.steps.sampling.token_masks import unpack_masks
 from serving.steps.split_step import StepSplit, weight_specs
 from serving.steps.step import (
     Sample,
@@ -25,7 +26,6 @@ from serving.steps.step import (
     sample_step,
     with_drafts,
 )
-from serving.steps.token_masks import unpack_masks
 
 Leaves = Sequence[Any]
 Trees = tuple[Any, Any]

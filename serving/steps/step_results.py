@@ -11,7 +11,7 @@ import numpy as np
 from lora_jax.adapters.row_copies import has_ended
 from serving.api.request import ScheduledChunk, SequenceResult, StepPlan, TokenLogprobs
 from serving.steps.forwarded import Forwarded
-from serving.steps.sampler import INVALID_TOKEN, Sampled
+from serving.steps.sampling.sampler import INVALID_TOKEN, Sampled
 
 # Posts the masks of a plan, whose chunks' first samples have these logit rows, under a number.
 MasksFirst = Callable[[StepPlan, list[int], int], None]

@@ -9,7 +9,7 @@ import pytest
 from support.checks.array_checks import checked
 
 from lora_jax.typing import Array, Float, Int
-from serving.steps.sampler import LogitRows, argmax
+from serving.steps.sampling.sampler import LogitRows, argmax
 
 
 @checked

@@ -7,7 +7,7 @@ from serving.api.request import Failure, Sequence, SequenceResult, SequenceState
 from serving.api.sampling import Sampling
 from serving.loading.residencies import Residencies
 from serving.scheduling.scheduler import Scheduler
-from serving.steps.sampler import INVALID_TOKEN, NO_TOKEN
+from serving.steps.sampling.sampler import INVALID_TOKEN, NO_TOKEN
 
 logger = logging.getLogger(__name__)
 

@@ -26,9 +26,9 @@ from serving.runtime.gang import Gang
 from serving.runtime.program_cache import step_files
 from serving.scheduling.scheduler import Scheduler, SchedulerLimits
 from serving.steps.kept_steps import KeptSteps, identity
-from serving.steps.mask_board import make_board
 from serving.steps.model_runner import ModelRunner
 from serving.steps.runner_parts import ProgramChoice, StepAdapters, StepModel
+from serving.steps.sampling.mask_board import make_board
 from serving.steps.step import StepSizes
 
 logger = logging.getLogger(__name__)

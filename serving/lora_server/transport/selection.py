@@ -15,14 +15,13 @@ import jax
 from serving.lora_server.transport import (
     device_endpoints,
     device_memory,
-    nixl,
     shared_memory,
     symmetric,
-    tcp,
     world_library,
 )
 from serving.lora_server.transport.base import AbstractClient, AbstractServer
 from serving.lora_server.transport.compatibility import Terms
+from serving.lora_server.transport.hosts import nixl, tcp
 from serving.lora_server.transport.socket_messages import Address, owned, unix_listener
 from serving.lora_server.transport.world import World
 

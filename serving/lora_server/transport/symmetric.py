@@ -17,10 +17,10 @@ from serving.lora_server.transport.device_client import AbstractCalledConnector,
 from serving.lora_server.transport.device_endpoints import Channel, DeviceEndpoints
 from serving.lora_server.transport.device_memory import AbstractDeviceTransport
 from serving.lora_server.transport.device_server import DeviceServer
+from serving.lora_server.transport.hosts.tcp import NO_SECRET, Tcp
 from serving.lora_server.transport.shapes import Shapes
 from serving.lora_server.transport.slots import Joined
 from serving.lora_server.transport.socket_messages import Address, owned
-from serving.lora_server.transport.tcp import NO_SECRET, Tcp
 
 _NO_DESCRIPTOR = -1
 

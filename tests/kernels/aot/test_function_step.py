@@ -18,9 +18,9 @@ from serving.api.config import EngineConfig
 from serving.engine.memory.step_arrays import step_bytes
 from serving.engine.parts.step_parts import logit_rows
 from serving.runtime.xla_memory import SPARE_BYTES
-from serving.steps import batch_sampler
 from serving.steps.device_state import init_row_state
 from serving.steps.host_inputs import largest_bytes, make_holes
+from serving.steps.sampling import batch_sampler
 from serving.steps.step import StepSizes, forward_step, sample_step
 
 pytestmark = [pytest.mark.aot, pytest.mark.timeout(900)]  # the kernels are built, too

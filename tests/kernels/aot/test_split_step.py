@@ -19,9 +19,9 @@ from lora_jax.kv_cache import init_cache, pages_sharding
 from lora_jax.models.registry import abstract, model_class
 from lora_jax.sharding import Split, weight_sharding
 from serving.engine.parts.devices import local_widths
-from serving.steps import batch_sampler
 from serving.steps.device_state import history_and_rest, init_row_state
-from serving.steps.sampler import no_samples
+from serving.steps.sampling import batch_sampler
+from serving.steps.sampling.sampler import no_samples
 from serving.steps.split_step import StepSplit
 from serving.steps.step import StepSizes
 from serving.steps.step_functions import jit_steps

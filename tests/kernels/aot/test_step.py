@@ -17,11 +17,11 @@ from lora_jax.adapters.slots import init_slots, size_slots
 from lora_jax.config import from_hf
 from lora_jax.kv_cache import init_cache
 from lora_jax.models.registry import model_class
-from serving.steps import batch_sampler
 from serving.steps.device_state import init_row_state
-from serving.steps.mask_board import MaskBoard
+from serving.steps.sampling import batch_sampler
+from serving.steps.sampling.mask_board import MaskBoard
+from serving.steps.sampling.token_masks import num_words
 from serving.steps.step import StepSizes, forward_step, sample_step
-from serving.steps.token_masks import num_words
 
 pytestmark = [pytest.mark.aot, pytest.mark.timeout(900)]  # the kernels are built, too
 LAYERS, BF16, F32 = 4, jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32)

@@ -19,9 +19,10 @@ from serving.lora_server.instance import ServerAccess
 from serving.lora_server.rank import ServerRank
 from serving.lora_server.server import RankServer
 from serving.lora_server.spec import ServerDesign, ServerSpec, design
-from serving.lora_server.transport import device_memory, in_process, shared_memory, tcp
+from serving.lora_server.transport import device_memory, in_process, shared_memory
 from serving.lora_server.transport.base import AbstractClient, AbstractServer
 from serving.lora_server.transport.compatibility import Terms
+from serving.lora_server.transport.hosts import tcp
 
 SHAPE = TinyShape(max_positions=96, experts=4, hidden=32, width=48, layers=2)
 RANKS = (2, 3, 8, 1)

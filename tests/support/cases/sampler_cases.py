@@ -8,7 +8,7 @@ import numpy as np
 
 from serving.api.sampling import Sampling
 from serving.steps.device_state import admit, init_row_state, pack_row, row_of
-from serving.steps.sampler import LogitRows
+from serving.steps.sampling.sampler import LogitRows
 
 VOCAB, MAX_LEN, SEQS = 301, 16, 8
 MIXED = [

@@ -9,9 +9,10 @@ import numpy as np
 
 from lora_jax.placement.ep_pp import ServerLayout
 from lora_jax.placement.shape import AdapterShape
-from serving.lora_server.transport import in_process, shared_memory, tcp
+from serving.lora_server.transport import in_process, shared_memory
 from serving.lora_server.transport.base import PushRows, push_rows
 from serving.lora_server.transport.compatibility import Terms
+from serving.lora_server.transport.hosts import tcp
 from serving.lora_server.transport.serve import serve
 from serving.lora_server.transport.shapes import GATE_UP, moe_shapes
 

@@ -6,7 +6,7 @@ from lora_jax.adapters.host_memory.room_line import RoomLine
 from serving.api.request import (
     SequenceResult,
 )
-from serving.steps.sampler import INVALID_TOKEN
+from serving.steps.sampling.sampler import INVALID_TOKEN
 
 
 class Runner:

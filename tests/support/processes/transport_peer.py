@@ -19,8 +19,9 @@ from pathlib import Path
 import numpy as np
 from support.cases.transport_cases import SECRET, exact_deltas, terms_of
 
-from serving.lora_server.transport import shared_memory, tcp
+from serving.lora_server.transport import shared_memory
 from serving.lora_server.transport.header import Header, Kind
+from serving.lora_server.transport.hosts import tcp
 from serving.lora_server.transport.library import calls
 from serving.lora_server.transport.serve import serve
 from serving.lora_server.transport.shapes import PAGE

@@ -15,9 +15,10 @@ from lora_jax.adapters.formats import esft_config, peft_config, safetensors_file
 from serving.http.access.key_file import read_keys_file
 from serving.http.access.keys import KeyRing
 from serving.http.settings import HttpSettings
-from serving.lora_server.transport import header, socket_messages, tcp
+from serving.lora_server.transport import header, socket_messages
 from serving.lora_server.transport.base import TransportError
 from serving.lora_server.transport.compatibility import mismatch
+from serving.lora_server.transport.hosts import tcp
 
 QUICK = settings(max_examples=150, deadline=None)
 RIGHT_PEFT = {

@@ -8,7 +8,7 @@ from support.cases import tiny_checkpoint
 from support.cases.tiny_checkpoint import TinyShape
 
 from lora_jax.models import load
-from serving.steps import sampler
+from serving.steps.sampling import sampler
 from serving.steps.step import StepSizes
 from serving.steps.step_functions import jit_steps
 

@@ -13,7 +13,7 @@ from serving.api.request import (
 )
 from serving.api.sampling import Sampling
 from serving.engine.loop import failures
-from serving.steps.sampler import INVALID_TOKEN, NO_TOKEN
+from serving.steps.sampling.sampler import INVALID_TOKEN, NO_TOKEN
 
 
 def sequence(*, bound=False, state=SequenceState.RUNNING, discarded=0, adapter=None, **fields):

@@ -22,8 +22,8 @@ from serving.api.request import (
 from serving.api.sampling import Sampling
 from serving.engine.loop import loop as engine_loop
 from serving.engine.loop.loop import EngineLoop
-from serving.steps.mask_board import MaskBoard
-from serving.steps.sampler import INVALID_TOKEN
+from serving.steps.sampling.mask_board import MaskBoard
+from serving.steps.sampling.sampler import INVALID_TOKEN
 from serving.steps.step import StepSizes
 from serving.steps.step_results import InFlightStep
 from serving.text.structured.row_masks import RowMasks

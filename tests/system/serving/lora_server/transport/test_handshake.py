@@ -10,9 +10,10 @@ import pytest
 from support.cases.transport_cases import LONG, open_client, open_servers, terms_of
 from support.processes.transport_faults import held_by_this_process, wait_given_back
 
-from serving.lora_server.transport import handshake, shared_memory, socket_messages, tcp
+from serving.lora_server.transport import handshake, shared_memory, socket_messages
 from serving.lora_server.transport.base import TransportError
 from serving.lora_server.transport.handshake import LAST_EPOCH
+from serving.lora_server.transport.hosts import tcp
 from serving.lora_server.transport.socket_messages import (
     Guest,
     Listener,

@@ -14,8 +14,8 @@ from support.doubles.nixl_double import Fabric
 from support.processes.transport_faults import held_by_this_process, wait_given_back
 from support.waiting import wait_until
 
-from serving.lora_server.transport import nixl, tcp
 from serving.lora_server.transport.base import Status, TransportError
+from serving.lora_server.transport.hosts import nixl, tcp
 
 MISSING = importlib.util.find_spec("nixl_cu13") is None
 TERMS = terms_of(ep=1)

@@ -11,11 +11,11 @@ from support.doubles.host_board import EmulatedBoard, patience
 from lora_jax.ops import dispatch
 from lora_jax.ops.cpu import build
 from lora_jax.ops.cpu.host_board import HostBoard
-from serving.steps import mask_board
 from serving.steps.device_users import DeviceUsers
-from serving.steps.mask_board import MaskBoard, make_board
+from serving.steps.sampling import mask_board
+from serving.steps.sampling.mask_board import MaskBoard, make_board
+from serving.steps.sampling.token_masks import NO_MASK, mask_rows, num_words
 from serving.steps.step import StepSizes
-from serving.steps.token_masks import NO_MASK, mask_rows, num_words
 
 SIZES = StepSizes(max_seqs=3, max_len=64, page_size=4, num_pages=9, max_logit_rows=4, max_rank=4)
 VOCAB = 70

@@ -16,8 +16,8 @@ from lora_jax.ops.cpu.host_board import HostBoard
 from lora_jax.ops.host_board import AbstractHostBoard
 from lora_jax.typing import Array, Float, Int, UInt32
 from serving.steps.device_users import USERS, DeviceUsers
+from serving.steps.sampling.token_masks import HostMasks, TokenMasks, num_words, unpack_masks
 from serving.steps.step import StepSizes
-from serving.steps.token_masks import HostMasks, TokenMasks, num_words, unpack_masks
 
 logger = logging.getLogger(__name__)
 

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from support.cases.sampler_cases import MIXED, SEQS, VOCAB, make_logits, make_state, run_with
 
-from serving.steps import batch_sampler, sampler
-from serving.steps.token_masks import HostMasks, allowed_tokens, num_words, unpack_masks
+from serving.steps.sampling import batch_sampler, sampler
+from serving.steps.sampling.token_masks import HostMasks, allowed_tokens, num_words, unpack_masks
 
 BUCKET = 8
 SAMPLERS = {"rows": sampler.sample, "at once": batch_sampler.sample}

@@ -18,14 +18,15 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from serving.lora_server.transport import handshake, socket_messages, tcp
+from serving.lora_server.transport import handshake, socket_messages
 from serving.lora_server.transport.base import TransportError
 from serving.lora_server.transport.compatibility import Terms
-from serving.lora_server.transport.nixl_relay import Landing, Relay
+from serving.lora_server.transport.hosts import tcp
+from serving.lora_server.transport.hosts.nixl_relay import Landing, Relay
+from serving.lora_server.transport.hosts.tcp import Tcp
 from serving.lora_server.transport.shapes import Shapes
 from serving.lora_server.transport.slots import Joined, SlotClient, SlotServer
 from serving.lora_server.transport.socket_messages import owned, unix_listener
-from serving.lora_server.transport.tcp import Tcp
 
 _PACKAGES = ("nixl_cu13", "nixl_cu12", "nixl")
 # With UCX's error handling, without which a dead peer is not noticed, shared memory is used only

@@ -24,7 +24,7 @@ from lora_jax.ops.zeros import unsigned_zeros
 from lora_jax.typing import Array, Bool, Float, Int
 from serving.api.sampling import MAX_LOGPROBS
 from serving.steps.device_state import Row, RowState, row_of
-from serving.steps.token_masks import TokenMasks, mask_row
+from serving.steps.sampling.token_masks import TokenMasks, mask_row
 
 INVALID_TOKEN = -1  # the logits of the row are not finite numbers
 NO_TOKEN = -2  # each token of the row is barred

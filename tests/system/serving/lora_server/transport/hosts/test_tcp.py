@@ -29,9 +29,9 @@ from support.processes.transport_faults import (
 from support.processes.transport_peer import Peers
 from support.waiting import wait_until
 
-from serving.lora_server.transport import tcp
 from serving.lora_server.transport.base import Status, TransportError
 from serving.lora_server.transport.header import HEADER_BYTES, Header, Kind
+from serving.lora_server.transport.hosts import tcp
 from serving.lora_server.transport.socket_messages import call, receive, send
 
 

@@ -12,7 +12,7 @@ from jax import lax
 from support.cases.sampler_cases import MIXED, make_logits, make_state, run_with
 
 from serving.api.sampling import Sampling
-from serving.steps import batch_sampler, sampler
+from serving.steps.sampling import batch_sampler, sampler
 
 sample = jax.jit(batch_sampler.sample)
 at_once = functools.partial(run_with, sample)

@@ -9,7 +9,7 @@ import pytest
 from support.cases.sampler_cases import MIXED, VOCAB, make_logits, make_state, one_row, run_with
 
 from serving.api.sampling import Sampling
-from serving.steps import sampler
+from serving.steps.sampling import sampler
 
 sample = jax.jit(sampler.sample)
 BUCKET = 8  # of most tests: each is a program, and seconds to compile

@@ -14,7 +14,7 @@ from jax import lax
 from lora_jax.ops.keep_likely import keep_likely
 from lora_jax.typing import Array, Bool, Float, Int
 from serving.steps.device_state import Row, RowState, rows_of
-from serving.steps.sampler import (
+from serving.steps.sampling.sampler import (
     LogitRows,
     Sampled,
     apply_edits,
@@ -27,7 +27,7 @@ from serving.steps.sampler import (
     unscored,
     why_none,
 )
-from serving.steps.token_masks import TokenMasks, mask_rows
+from serving.steps.sampling.token_masks import TokenMasks, mask_rows
 
 _PIECE = 1024  # tokens
 _FOLD = 16  # numbers added by one elementwise pass

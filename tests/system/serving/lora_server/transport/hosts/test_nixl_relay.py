@@ -10,8 +10,8 @@ from support.doubles.nixl_double import Fabric
 from support.high_descriptor import high_descriptor
 
 from serving.lora_server.transport.header import Header, Kind
+from serving.lora_server.transport.hosts.nixl_relay import Relay, _has_ended
 from serving.lora_server.transport.library import calls, shared_memory
-from serving.lora_server.transport.nixl_relay import Relay, _has_ended
 from serving.lora_server.transport.shapes import DOWN, PAGE
 from serving.lora_server.transport.slots import Joined
 

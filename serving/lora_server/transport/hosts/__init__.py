@@ -1,0 +1,1 @@
+"""Transports between processes of several hosts."""
