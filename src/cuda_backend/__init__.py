@@ -33,6 +33,7 @@ def kernels() -> dict[str, Callable]:
     from cuda_backend.layer_norm import layer_norm
     from cuda_backend.lora_gated import lora_silu_times
     from cuda_backend.lora_gemm import lora_gemm
+    from cuda_backend.lora_joined import joined_lora
     from cuda_backend.merge import merge, merge_writer
     from cuda_backend.paged_attention import paged_attention
     from cuda_backend.place_heads import place_heads
@@ -42,7 +43,7 @@ def kernels() -> dict[str, Callable]:
     from cuda_backend.take_rows import take_rows
 
     linear = (dense_matmul, gated_matmul, grouped_matmul, joined_matmul)
-    adapters = (lora_gemm, lora_silu_times)
+    adapters = (joined_lora, lora_gemm, lora_silu_times)
     exchanges = (all_gather, all_to_all, all_to_all_owned, all_to_all_rows, gather_group)
     attention = (paged_attention, turned_attention)
     merges = (merge, merge_writer)

@@ -33,6 +33,7 @@ TARGETS = (
     "lora_jax_cuda_lora_gated",
     "lora_jax_cuda_lora_gated_tiles",
     "lora_jax_cuda_lora_int8",
+    "lora_jax_cuda_lora_joined",
     "lora_jax_cuda_lora_rows",
     "lora_jax_cuda_lora_shrink",
     "lora_jax_cuda_lora_expand",
@@ -69,6 +70,7 @@ STATEFUL = (
     "lora_jax_cuda_lora_gated",
     "lora_jax_cuda_lora_gated_tiles",
     "lora_jax_cuda_lora_gemm",
+    "lora_jax_cuda_lora_joined",
     "lora_jax_cuda_lora_shrink",
     "lora_jax_cuda_lora_expand",
 )

@@ -9,18 +9,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from cuda_backend import ffi, lora_gemm
+from cuda_backend import ffi, lora_gemm, lora_groups
 from lora_jax.ops.adapter_items import AdapterItems
 from lora_jax.ops.dispatch import Declined
 from lora_jax.ops.lora_gemm.batch import LoraBatch
 from lora_jax.typing import Array, Float, Int
 
-MAX_RANK, MAX_D_IN = 64, 8192  # of few rows
 TILES_RANK = 32  # B would fill the registers
-UNIT_RANKS = 16  # of a unit of the shrink
-# Units of the shrink that a launch may have, and blocks of 64 columns of the expand, where every
-# slot has rows: by what an H200's CTAs do at once (are_few_slots in csrc/lora_gemm/launch.cuh).
-MOST_UNITS, MOST_BLOCKS = 128, 28 * 264
 
 
 def lora_silu_times(
@@ -52,15 +47,7 @@ def lora_silu_times(
         name = "lora_jax_cuda_lora_gated_tiles"
         call = jax.ffi.ffi_call(name, (work, y, y, y), input_output_aliases=aliases)
         return call(*pools, *listed, gate, up, *operands, **attributes)[3]
-    slots = batch.entries.shape[-2]
-    check_few(rows, d_in, batch.d_out, slots, batch.max_rank)
-    ffi.require()
-    items = batch.items
-    if items is None:
-        items = lora_gemm.row_items(batch.row_to_slot, batch.row_to_expert, slots, batch.max_rank)
-    elif not _are_small(items, slots, batch.max_rank):
-        raise Declined("cuda lora_silu_times takes items of up to 8 rows, of linear maps")
-    listed = items.order, items.items, items.num_items
+    listed = lora_groups.items_of(batch, (batch.d_out,) * 2)
     h = jax.ShapeDtypeStruct((2, rows, ranks), gate.dtype)
     call = jax.ffi.ffi_call("lora_jax_cuda_lora_gated", (h, y))
     return call(*pools, *listed, gate, up, *operands, **attributes)[1]
@@ -77,30 +64,3 @@ def _tiled(items: AdapterItems, rows: int, max_rank: int) -> tuple:
         )
     arrays = items.order, items.items, items.num_items, items.tiles
     return lora_gemm.CudaWorkList(*arrays, shrinks_tiles=True).tiled_arrays
-
-
-def check_few(rows: int, d_in: int, width: int, slots: int, max_rank: int) -> None:
-    """Raise Declined, saying why, for few rows that are not served, or that others serve faster."""
-    most = lora_gemm.FEW_ROWS_OF_FEW_SLOTS
-    if not 1 <= rows <= most or slots > lora_gemm.FEW_SLOTS:
-        raise Declined(
-            f"cuda lora_silu_times takes up to {most} rows of up to {lora_gemm.FEW_SLOTS} slots, "
-            f"not {rows} of {slots}"
-        )
-    if max_rank > MAX_RANK or d_in > MAX_D_IN:
-        raise Declined(
-            f"cuda lora_silu_times takes ranks to {MAX_RANK} and d_in to {MAX_D_IN}, not "
-            f"{max_rank} and {d_in}"
-        )
-    items = min(rows, rows // lora_gemm.SMALL_ITEM + slots)
-    units, blocks = 2 * items * -(-max_rank // UNIT_RANKS), 2 * slots * width // lora_gemm.COLUMNS
-    if units > MOST_UNITS or blocks > MOST_BLOCKS:
-        raise Declined(
-            f"cuda lora_silu_times takes up to {MOST_UNITS} units of {UNIT_RANKS} ranks and "
-            f"{MOST_BLOCKS} blocks of {lora_gemm.COLUMNS} columns, not {units} and {blocks}"
-        )
-
-
-def _are_small(items: AdapterItems, slots: int, max_rank: int) -> bool:
-    """Return whether these are rows of linear maps, in items of at most 8."""
-    return not items.in_order and lora_gemm.are_small(items, len(items.order), slots, max_rank)

@@ -15,6 +15,7 @@ from lora_jax.batch import ReadRows
 from lora_jax.nn.gather import num_own_rows, own_rows, shares_rows
 from lora_jax.nn.remote import Exchange, RemoteExperts
 from lora_jax.ops.adapter_items import AdapterItems, adapter_items
+from lora_jax.ops.joined_lora import joined_lora
 from lora_jax.ops.lora_gemm import delta_dtype, lora_gemms
 from lora_jax.ops.lora_silu import lora_silu_times
 from lora_jax.ops.lowered_once import in_layers
@@ -183,23 +184,43 @@ def add_lora(
 ) -> tuple[Float[Array, "rows _"], ...]:
     """Return each y plus scaling * (x A^T) B^T of every row's adapter at its (module, layer).
 
-    All are maps of the same x; one width is one launch. A y whose module no adapter can have comes
-    back itself, as do rows of slot -1, bit for bit.
+    All are maps of the same x; one width is one launch, and so are few rows of several widths. A y
+    whose module no adapter can have comes back itself, as do rows of slot -1, bit for bit.
     """
     added: list[Any] = list(ys)
     if routing.adapters is None:
         return tuple(added)
-    for width in dict.fromkeys(y.shape[1] for y in ys):
-        of_width = [i for i, y in enumerate(ys) if y.shape[1] == width]
-        adapted = [i for i in of_width if modules[i] in routing.module_names]
-        if not adapted:
-            continue
-        names = [m for i in adapted if (m := modules[i]) is not None]
-        arguments = routing.lora_arguments(names, layer, x.shape[1], width)
-        done = lora_gemms([ys[i] for i in adapted], x, row_to_expert=row_to_expert, **arguments)
-        for i, y in zip(adapted, done, strict=True):
+    adapted = [i for i, m in enumerate(modules) if m in routing.module_names]
+    widths = dict.fromkeys(ys[i].shape[1] for i in adapted)
+    if len(widths) > 1 and row_to_expert is None:
+        groups = [adapted]
+    else:
+        groups = [[i for i in adapted if ys[i].shape[1] == width] for width in widths]
+    for group in groups:
+        names = [m for i in group if (m := modules[i]) is not None]
+        given = [ys[i] for i in group]
+        done = _added(given, x, routing, names, layer, row_to_expert)
+        for i, y in zip(group, done, strict=True):
             added[i] = y
     return tuple(added)
+
+
+def _added(
+    ys: Sequence[Float[Array, "rows _"]],
+    x: Float[Array, "rows d_in"],
+    routing: AdapterRouting,
+    modules: Sequence[str],
+    layer: int,
+    row_to_expert: Int[Array, "rows"] | None,
+) -> tuple[Float[Array, "rows _"], ...]:
+    """Return what `add_lora` does of maps that an adapter may have; experts' have one width."""
+    arguments = routing.lora_arguments(modules, layer, x.shape[1], ys[0].shape[1])
+    if len({y.shape[1] for y in ys}) == 1:
+        return lora_gemms(ys, x, row_to_expert=row_to_expert, **arguments)
+    assert routing.adapters is not None
+    del arguments["b_pool"]
+    pools = [routing.adapters.pools[str(y.shape[1])] for y in ys]
+    return joined_lora(ys, x, b_pools=pools, **arguments)
 
 
 def silu_with_lora(

@@ -1,4 +1,4 @@
-"""An MLP's two products with adapters, multiplied where they are added on Hopper: equal bits."""
+"""Launches of maps that share rows on Hopper have the bits of more launches."""
 
 import jax
 import jax.numpy as jnp
@@ -7,6 +7,7 @@ import pytest
 
 from lora_jax.ops.adapter_items import adapter_items
 from lora_jax.ops.cases import lora_case
+from lora_jax.ops.joined_lora import joined_lora
 from lora_jax.ops.lora_gemm import lora_gemms
 from lora_jax.ops.lora_silu import lora_silu_times
 from lora_jax.ops.silu_times import silu_times
@@ -27,7 +28,7 @@ from lora_jax.ops.silu_times import silu_times
         (4096, 1408, 2048, (32, 17, 8) * 20, 9),  # some adapters stay in items
     ],
 )
-def test_bits_are_those_of_three_launches(rows, width, hidden, ranks, idle):
+def test_gate_and_up_have_the_bits_of_three_launches(rows, width, hidden, ranks, idle):
     """In each of many launches of one program, as a step's graph has them."""
     case = lora_case(rows, width, hidden, ranks=ranks, dtype="bfloat16")
     entries = jnp.stack([case.entries, jnp.roll(case.entries, 1, 0)])
@@ -57,3 +58,38 @@ def test_bits_are_those_of_three_launches(rows, width, hidden, ranks, idle):
     for _ in range(20):
         got = np.asarray(together(gate, up, case.x, tables)).view(np.int16)
         np.testing.assert_array_equal(got, want)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [1, 64, 200, 256])
+@pytest.mark.parametrize(
+    ("widths", "hidden", "ranks"),
+    [((4096, 1024, 1024), 4096, (16,) * 8), ((2048, 512, 512), 2048, (8, 13, 24, 0))],
+)
+def test_q_k_and_v_have_the_bits_of_a_launch_for_each_width(rows, widths, hidden, ranks):
+    """In each of many launches of one program."""
+    case = lora_case(rows, widths[0], hidden, ranks=ranks, dtype="bfloat16")
+    tables = {"a_pool": case.a_pool, "b_pools": [case.b_pool[:, :w] for w in widths]}
+    tables |= {"entries": jnp.stack([jnp.roll(case.entries, m, 0) for m in range(3)])}
+    tables |= {"scaling": jnp.stack([case.scaling] * 3), "row_to_slot": case.row_to_slot}
+    static = {"max_rank": case.max_rank, "sites": (0, 1, 2)}
+    ys = [case.y[:, :w] for w in widths]
+
+    @jax.jit
+    def together(ys, x, tables):
+        items = adapter_items(tables["row_to_slot"], len(ranks), max_rank=case.max_rank)
+        return joined_lora(ys, x, **tables, **static, items=items, implementation="cuda")
+
+    @jax.jit
+    def apart(ys, x, tables):
+        pools, rest = tables["b_pools"], {n: t for n, t in tables.items() if n != "b_pools"}
+        items = adapter_items(tables["row_to_slot"], len(ranks), max_rank=case.max_rank)
+        options = {**rest, "max_rank": case.max_rank, "items": items}
+        maps = enumerate(zip(ys, pools, strict=True))
+        return [lora_gemms([y], x, b_pool=b, sites=[m], **options)[0] for m, (y, b) in maps]
+
+    want = [np.asarray(y).view(np.int16) for y in apart(ys, case.x, tables)]
+    for _ in range(20):
+        got = [np.asarray(y).view(np.int16) for y in together(ys, case.x, tables)]
+        for mine, its in zip(got, want, strict=True):
+            np.testing.assert_array_equal(mine, its)

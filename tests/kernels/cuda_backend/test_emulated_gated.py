@@ -1,4 +1,4 @@
-"""An MLP's two products with their adapters, multiplied in one launch: the CUDA kernel on a CPU."""
+"""Launches of maps that share rows: gate and up, multiplied, and q, k and v. CUDA on a CPU."""
 
 import shutil
 
@@ -93,3 +93,38 @@ def test_tiles_have_the_bits_of_three_launches(
     np.testing.assert_array_equal(product.view(np.uint16), want)
     assert tiled[0] == of_adapter[of_adapter >= least].sum()
     assert least_rows is not None or 0 < tiled[0] < of_adapter.sum()
+
+
+@pytest.mark.parametrize(
+    ("rows", "widths", "d_in", "ranks", "sms"),
+    [
+        (1, (192, 64, 64), 320, (16, 9), 2),
+        (64, (576, 128, 128), 64, (16, 8, 0, 13), 16),
+        (128, (64, 1088), 64, (16, 40), 3),  # several units a CTA, of either
+        (250, (192, 64, 64, 128), 320, (64, 1, 24), 16),
+    ],
+)
+def test_maps_of_several_widths_have_the_bits_of_a_launch_each(
+    library, rows, widths, d_in, ranks, sms
+):
+    case = lora_case(rows, max(widths), d_in, ranks=ranks, dtype="bfloat16")
+    count, owners = len(widths), copied(case.row_to_slot)
+    owners[4::5] = -1
+    x, a_pool, b_pool = (copied(a) for a in (case.x, case.a_pool, case.b_pool))
+    b_pools = [np.ascontiguousarray(np.roll(b_pool, m, 0)[:, :w]) for m, w in enumerate(widths)]
+    entries = np.stack([np.roll(case.entries, m, 0) for m in range(count)])
+    scaling = np.stack([copied(case.scaling) + m for m in range(count)])
+    pools, sizes = np.array([b.ctypes.data for b in b_pools]), np.array(widths, np.int32)
+    tables = (x, a_pool, entries, scaling, owners, np.zeros(rows, np.int32), sizes)
+    numbers = (count, rows, d_in, len(a_pool), len(b_pool), len(ranks), case.max_rank)
+
+    def added(apart: int) -> list[np.ndarray]:
+        library.emulate(1 if apart else sms, rows)
+        ys = [np.ascontiguousarray(copied(case.y)[:, :w]) for w in widths]
+        where = np.array([y.ctypes.data for y in ys])
+        call(library.lora_joined, where, pools, *tables, *numbers, apart)
+        return [y.view(np.uint16) for y in ys]
+
+    for got, want, width in zip(added(0), added(1), widths, strict=True):
+        np.testing.assert_array_equal(got, want)
+        assert (want != copied(case.y)[:, :width].view(np.uint16)).any()

@@ -40,12 +40,22 @@ class Handler:
 
 
 @functools.cache
-def handlers() -> dict[str, Handler]:
-    """Return the handlers of csrc by their names."""
+def _bodies() -> dict[str, str]:
     texts = [path.read_text() for path in sorted(ffi.CSRC.rglob("*.cu*"))]
     macros = {name: body for text in texts for name, body in DEFINE.findall(text)}
     found = [match for text in texts for match in HANDLER.findall(text)]
-    return {name: _handler(_expanded(body, macros)) for name, body in found}
+    return {name: _expanded(body, macros) for name, body in found}
+
+
+@functools.cache
+def handlers() -> dict[str, Handler]:
+    """Return the handlers of csrc by their names."""
+    return {name: _handler(body) for name, body in _bodies().items()}
+
+
+def stateful() -> set[str]:
+    """Return the handlers that take a state, which XLA makes for each call."""
+    return {name for name, body in _bodies().items() if "State<" in body}
 
 
 def assert_served(call: CustomCall) -> None:

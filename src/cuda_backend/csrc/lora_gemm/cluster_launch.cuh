@@ -5,6 +5,12 @@
 
 namespace lora_jax {
 
+// Tells modules their pool and width, where all have the launch's.
+inline PairArgs with_widths(PairArgs args) {
+  for (Module& m : args.modules)
+    if (!m.b_pool) m.b_pool = args.pools[1], m.d_out = args.d_out;
+  return args;
+}
 // In clusters that shrink_at_once counts on.
 template <class S, class Args>
 cudaError_t launch_clusters(void (*kernel)(Args), const Args& args, cudaStream_t stream) {

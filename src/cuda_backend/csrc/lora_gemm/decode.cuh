@@ -6,6 +6,8 @@
 // others, ahead of its use, and polls where it is still missing. Rows of no item become zeros here where y
 // held nothing. Few segments are served by lora_gemm/decode_groups.cuh.
 #pragma once
+#include <climits>
+
 #include "lora_gemm/decode_groups.cuh"
 #include "lora_gemm/items.cuh"
 #include "device/warp_sums.cuh"
@@ -338,6 +340,34 @@ __global__ void __launch_bounds__(kThreads, 2) few_kernel(const __grid_constant_
     fetch_h(p, sm);
     if (!p.accumulate) zero_gaps(p, sm);
   }
+}
+
+// The shrink of a kernel all of whose rows are expanded by groups, however many; returns the number of items. Ranks to
+// 64. More than one unit of the shrink a cluster takes a d_in of up to 8192: see shrink_all_at_once.
+template <class S>
+__device__ __forceinline__ int shrink_always(const PairArgs& p, S& sm) {
+  const int warp = threadIdx.x >> 5;
+  AskedTables asked{};
+  if (warp == kUnitWarp) asked = ask_tables(p);
+  const int num_items = *p.num_items;
+  const AtOnceUnit unit = at_once_unit(p);
+  const int4 item = __ldg(reinterpret_cast<const int4*>(p.items) + min(unit.index, p.num_rows - 1));
+  if (threadIdx.x == 0) mbar_init(&sm.cleared, 1), make_at_once_barriers(sm.at_once);
+  if (warp == kRowWarp) prefetch_slots(p);
+  __syncthreads();
+  AtOnceSite site{};
+  if (in_unit(p, num_items)) site = ask_at_once(p, unit, item);
+  if (have_groups(sm, asked, INT_MAX)) shrink_for_groups(p, sm, num_items, unit, site);
+  return num_items;
+}
+
+// Maps of one x whose widths differ, as q, k and v: each has its pool and width in its module.
+template <int NS, int STAGE, int RANKS>
+__global__ void __launch_bounds__(kThreads, 2) joined_kernel(const __grid_constant__ PairArgs p) {
+  extern __shared__ __align__(1024) unsigned char joined_raw[];
+  auto& sm = *reinterpret_cast<FewShared<NS, STAGE, RANKS>*>(joined_raw);
+  const int num_items = shrink_always(p, sm);
+  if (num_items > 0) expand_groups(p, sm, num_items);
 }
 
 }  // namespace lora_jax

@@ -3,10 +3,7 @@
 //
 // A unit has the same columns of gate and of up. Rows without an adapter are multiplied by all threads, last.
 #pragma once
-#include <climits>
-
 #include "device/silu.cuh"
-#include "lora_gemm/cluster_launch.cuh"
 #include "lora_gemm/decode.cuh"
 
 namespace lora_jax {
@@ -22,7 +19,7 @@ struct GatedUnit {
 
 template <class S>
 __device__ __forceinline__ GatedUnit gated_unit(const PairArgs& p, const S& sm, const GroupPlan& plan, int unit) {
-  const int group = quotient(unit, plan.by_units), first = (unit - group * plan.of_group) * plan.width;
+  const int of_group = plan.of_group(p, 0), group = quotient(unit, reciprocal(of_group)), first = (unit - group * of_group) * plan.width;
   return GatedUnit{{group_part(p, sm, plan, group, first, 0), group_part(p, sm, plan, group, first, 1)}};
 }
 // Of a block, up's weights come behind gate's.
@@ -109,27 +106,9 @@ template <int NS, int STAGE, int RANKS>
 __global__ void __launch_bounds__(kThreads, 2) gated_kernel(const __grid_constant__ GatedArgs a) {
   extern __shared__ __align__(1024) unsigned char gated_raw[];
   auto& sm = *reinterpret_cast<FewShared<NS, STAGE, RANKS>*>(gated_raw);
-  const PairArgs& p = a.pair;
-  AskedTables asked{};
-  if (threadIdx.x >> 5 == kUnitWarp) asked = ask_tables(p);
-  const int num_items = *p.num_items;
-  const AtOnceUnit unit = at_once_unit(p);
-  const int4 item = __ldg(reinterpret_cast<const int4*>(p.items) + min(unit.index, p.num_rows - 1));
-  if (threadIdx.x == 0) mbar_init(&sm.cleared, 1), make_at_once_barriers(sm.at_once);
-  if (threadIdx.x >> 5 == kRowWarp) prefetch_slots(p);
-  __syncthreads();
-  AtOnceSite site{};
-  if (in_unit(p, num_items)) site = ask_at_once(p, unit, item);
-  if (have_groups(sm, asked, INT_MAX)) {
-    shrink_for_groups(p, sm, num_items, unit, site);
-    expand_gated(a, sm, num_items);
-  }
+  const int num_items = shrink_always(a.pair, sm);
+  if (num_items > 0) expand_gated(a, sm, num_items);
   multiply_others(a, sm, num_items);
-}
-
-// Ranks up to 64. More than one unit of the shrink a cluster takes a d_in of up to 8192: see shrink_all_at_once.
-inline cudaError_t launch_gated(const GatedArgs& args, cudaStream_t stream) {
-  return launch_clusters<FewShared<3, 34816, 64>>(gated_kernel<3, 34816, 64>, args, stream);
 }
 
 }  // namespace lora_jax

@@ -28,9 +28,15 @@ struct GroupUnit {
 __device__ __forceinline__ bool is_missing(const uint4& v) {
   return v.x == kMissing || v.y == kMissing || v.z == kMissing || v.w == kMissing;
 }
-__device__ __forceinline__ int group_blocks(const PairArgs& p) { return p.d_out / kGroupColumns; }
+__device__ __forceinline__ int group_blocks(const PairArgs& p, int module = 0) { return p.modules[module].d_out / kGroupColumns; }
+// Of a group, of all modules.
+__device__ __forceinline__ int all_blocks(const PairArgs& p) {
+  int blocks = 0;
+  for (int m = 0; m < p.num_modules; ++m) blocks += group_blocks(p, m);
+  return blocks;
+}
 __device__ __forceinline__ int most_groups(const PairArgs& p) {
-  return quotient(kMostOfCta * gridDim.x, reciprocal(group_blocks(p) * p.num_modules));
+  return quotient(kMostOfCta * gridDim.x, reciprocal(all_blocks(p)));
 }
 // Whether so few segments may have so many items: all items of a segment but one are full.
 __device__ __forceinline__ bool may_be_groups(const PairArgs& p, int num_items) {
@@ -74,17 +80,22 @@ __device__ __forceinline__ bool have_groups(S& sm, const AskedTables& asked, int
 // How the blocks of a launch's groups are shared out.
 struct GroupPlan {
   int block_bytes;         // of weights, of all parts
+  int groups;              // of each module
   int width;               // blocks of a unit, but for the last one of a group
-  int of_group, total;     // units
-  float by_units;
-  // `room`: bytes for the weights of a unit; `parts`: modules of a unit, one or all.
+  int total;               // units
+  float by_width;
+  // `room`: bytes for the weights of a unit; `parts`: modules of a unit, one or all, which are of one width then.
   __device__ __forceinline__ GroupPlan(const PairArgs& p, int groups, int num_items, int room, int parts = 1)
-      : block_bytes((p.max_rank + 15) / 16 * 2048 * parts) {
-    const int of_modules = groups * (parts == 1 ? p.num_modules : 1), blocks = group_blocks(p), all = of_modules * blocks;
+      : block_bytes((p.max_rank + 15) / 16 * 2048 * parts), groups(groups) {
+    const int all = groups * (parts == 1 ? all_blocks(p) : group_blocks(p));
     const int of_cta = quotient(all + gridDim.x - 1, reciprocal(gridDim.x)), by_warps = quotient(kGroupItems * groups, reciprocal(num_items));
     width = max(1, min(min(of_cta, kWarpTasks / parts * by_warps), quotient(room, reciprocal(block_bytes))));
-    of_group = quotient(blocks + width - 1, reciprocal(width));
-    total = of_modules * of_group, by_units = reciprocal(of_group);
+    by_width = reciprocal(width), total = 0;
+    for (int m = 0; m < (parts == 1 ? p.num_modules : 1); ++m) total += groups * of_group(p, m);
+  }
+  // Units of a group.
+  __device__ __forceinline__ int of_group(const PairArgs& p, int module) const {
+    return quotient(group_blocks(p, module) + width - 1, by_width);
   }
 };
 
@@ -96,24 +107,28 @@ __device__ __forceinline__ GroupUnit group_part(const PairArgs& p, const S& sm, 
   const int* e = p.modules[module].entries + min(static_cast<unsigned>(item.x), p.num_slots - 1u) * 5;
   const int rank = min(__ldg(e + 2), p.max_rank);
   const int64_t row = __ldg(e + 1) + static_cast<int64_t>(item.y) * __ldg(e + 4);
-  const int col = first * kGroupColumns, blocks = min(plan.width, group_blocks(p) - first);
-  return GroupUnit{module, col, blocks, rank, starts[0], starts[1] - starts[0], p.pools[1] + row * p.d_out + col};
+  const int col = first * kGroupColumns, blocks = min(plan.width, group_blocks(p, module) - first);
+  const Module& m = p.modules[module];
+  return GroupUnit{module, col, blocks, rank, starts[0], starts[1] - starts[0], m.b_pool + row * m.d_out + col};
 }
 template <class S>
 __device__ __forceinline__ GroupUnit group_unit(const PairArgs& p, const S& sm, const GroupPlan& plan, int unit) {
-  const int group = quotient(unit, plan.by_units), module = quotient(group, reciprocal(sm.groups.count));
-  return group_part(p, sm, plan, group - module * sm.groups.count, (unit - group * plan.of_group) * plan.width, module);
+  int module = 0, of_group = plan.of_group(p, 0);
+  while (module + 1 < p.num_modules && unit >= plan.groups * of_group)
+    unit -= plan.groups * of_group, of_group = plan.of_group(p, ++module);
+  const int group = quotient(unit, reciprocal(of_group));
+  return group_part(p, sm, plan, group, (unit - group * of_group) * plan.width, module);
 }
 
 // Asks for the blocks' weights, by all threads: each [rank row][64 columns], zeros up to a step of 16 rows, 16
 // bytes of a row in the order of the copy engine's swizzle.
 __device__ __forceinline__ void fetch_blocks(const PairArgs& p, const GroupUnit& u, const GroupPlan& plan, uint32_t to) {
-  const int c = threadIdx.x % 8, rows = (u.rank + 15) / 16 * 16;
+  const int c = threadIdx.x % 8, rows = (u.rank + 15) / 16 * 16, d_out = p.modules[u.module].d_out;
   const float by_rows = reciprocal(max(rows, 1));
   for (int n = threadIdx.x / 8; n < u.blocks * rows; n += kThreads / 8) {
     const int block = quotient(n, by_rows), r = n - block * rows;
     const bool there = r < u.rank;
-    const auto* from = u.weights + static_cast<int64_t>(there ? r : 0) * p.d_out + block * kGroupColumns + c * 8;
+    const auto* from = u.weights + static_cast<int64_t>(there ? r : 0) * d_out + block * kGroupColumns + c * 8;
     copy_16(to + block * plan.block_bytes + r * 128 + ((c ^ (r & 7)) << 4), from, there ? 16 : 0);
   }
 }
@@ -184,13 +199,14 @@ struct GroupTask {
 template <class S>
 __device__ __forceinline__ GroupTask group_task(const PairArgs& p, const S& sm, const GroupUnit& u, int task) {
   const int lane = threadIdx.x & 31, g = lane >> 2, q = lane & 3;
+  const Module& m = p.modules[u.module];
   GroupTask t;
   t.block = quotient(task, reciprocal(u.items));
   t.item = sm.tables.items[u.item + task - t.block * u.items];
 #pragma unroll
   for (int e = 0; e < 2; ++e) {
     const int row = sm.tables.order[t.item.z + min(q * 2 + e, t.item.w - 1)];
-    t.out[e] = p.modules[u.module].y + static_cast<int64_t>(row) * p.d_out + u.col + t.block * kGroupColumns + g * 8;
+    t.out[e] = m.y + static_cast<int64_t>(row) * m.d_out + u.col + t.block * kGroupColumns + g * 8;
     t.y[e] = make_uint4(0, 0, 0, 0);
     load_last(t.y[e], t.out[e], p.accumulate && q * 2 + e < t.item.w);
   }

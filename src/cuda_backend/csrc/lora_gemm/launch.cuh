@@ -51,7 +51,8 @@ cudaError_t launch_many(const PairArgs& args, cudaStream_t stream) {
   return launch_items<Shared<NS, STAGE, RANKS>>(pair_kernel<NS, STAGE, RANKS>, args, stream);
 }
 template <int NS, int STAGE, int RANKS>
-cudaError_t launch_few(const PairArgs& args, cudaStream_t stream) {
+cudaError_t launch_few(const PairArgs& given, cudaStream_t stream) {
+  const PairArgs args = with_widths(given);
   if (!args.shrink) return launch_items<FewShared<NS, STAGE, RANKS>>(few_kernel<NS, STAGE, RANKS>, args, stream);
   return launch_clusters<FewShared<NS, STAGE, RANKS>>(few_kernel<NS, STAGE, RANKS>, args, stream);
 }

@@ -15,6 +15,8 @@ struct Module {
   const int* entries;    // [slots, 5]: a_offset, b_offset, rank, a_stride, b_stride
   const float* scaling;  // [slots]
   __nv_bfloat16* y;      // [rows, d_out]
+  const __nv_bfloat16* b_pool;  // what launches by groups read: see with_widths
+  int d_out;
 };
 constexpr int kMaxModules = 4;
 constexpr uint32_t kMissing = ~0u;  // no two bfloat16 numbers that arithmetic gives

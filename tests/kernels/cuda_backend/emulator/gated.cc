@@ -1,5 +1,5 @@
 // Host entry points of the emulated kernels of an MLP's products with adapters, over plain arrays.
-#include "lora_gemm/decode_gated.cuh"
+#include "lora_gemm/group_launch.cuh"
 #include "lora_gemm/launch.cuh"
 #include "lora_gemm/prefill_launch.cuh"
 #include "silu_times/silu_times.cuh"
@@ -77,6 +77,39 @@ int lora_gated_tiles(Bf16* product, Bf16* y, const Bf16* x, const Bf16* a_pool, 
   if (e == cudaSuccess) e = launch_pair(p, nullptr);
   if (e == cudaSuccess) e = launch_tiles(t, nullptr);
   return e == cudaSuccess ? launch_gated_tiles({t, small.data(), &num_small, product, num_rows}, nullptr) : e;
+}
+
+// Maps of one x, whose widths and pools of B differ; apart: a launch of items of up to 32 rows for each.
+int lora_joined(Bf16** ys, const Bf16* const* b_pools, const Bf16* x, const Bf16* a_pool, const int* entries,
+                const float* scaling, const int* row_to_slot, const int* row_to_expert, const int* widths, int modules, int rows,
+                int d_in, int a_rows, int b_rows, int slots, int max_rank, int apart) {
+  std::vector<int> order(rows);
+  std::vector<Item> items(rows);
+  int num_items = -1;
+  launch_metadata(MetadataArgs{row_to_slot, row_to_expert, rows, slots, apart ? kMaxRows : kFewItemRows, order.data(),
+                               items.data(), &num_items},
+                  nullptr);
+  const int h_stride = (max_rank + 7) / 8 * 8;
+  std::vector<Bf16> work(static_cast<size_t>(modules) * rows * h_stride);
+  CallState state{};
+  PairArgs p{};
+  p.items = items.data(), p.num_items = &num_items, p.row_order = order.data(), p.x = x, p.h = work.data();
+  p.state = &state, p.num_rows = rows, p.num_slots = slots, p.d_in = d_in, p.pools[0] = a_pool;
+  p.h_stride = p.max_rank = h_stride, p.shrink = p.expand = p.accumulate = true, p.small_items = !apart;
+  auto module = [&](int m) { return Module{entries + m * slots * 5, scaling + m * slots, ys[m], b_pools[m], widths[m]}; };
+  if (!apart) {
+    p.num_modules = modules;
+    for (int m = 0; m < modules; ++m) p.modules[m] = module(m);
+    return launch_joined(p, nullptr);
+  }
+  p.num_modules = 1;
+  cudaError_t e = pool_maps(&p, 0, a_pool, a_rows, d_in, kWideA);
+  for (int m = 0; m < modules && e == cudaSuccess; ++m) {
+    p.modules[0] = module(m), p.d_out = widths[m];
+    e = pool_maps(&p, 1, b_pools[m], b_rows, widths[m], kWideB);
+    if (e == cudaSuccess) e = launch_pair(p, nullptr);
+  }
+  return e;
 }
 
 }  // extern "C"
