@@ -63,10 +63,12 @@ PARTS = {
     "serving/cluster/test_front_faults.py",
     "serving/cluster/test_proxy_faults.py",
     "serving/cluster/test_world_launch.py",  # of NVSHMEM
+    "serving/engine/loop/test_loop_turns.py",
     "serving/engine/test_closed_engine.py",  # in whose process it was
     "serving/engine/test_engine_answers.py",
     "serving/engine/test_feature_pairs.py",  # of all features of an engine
     "serving/functions/test_function_process_programs.py",
+    "serving/loading/test_adapter_loader_failures.py",
     "serving/scheduling/test_scheduler_adapters.py",
     "serving/scheduling/test_scheduler_tenants.py",
     "serving/scheduling/test_scheduler_walks.py",

@@ -1,9 +1,6 @@
 """Images through the whole engine: answers of transformers, and bits that nothing changes."""
 
-import base64
 import dataclasses
-import struct
-import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +12,7 @@ import pytest
 import torch
 from support.cases.engine_cases import planned_together, settle
 from support.cases.head_cases import write_head
+from support.cases.image_parts import PICTURES, WRONG, part, sent
 from support.cases.tiny_vision import (
     HOLDER,
     IMAGE_ID,
@@ -41,7 +39,6 @@ FIELDS = {
     "max_loras": 6,
     "max_lora_rank": 8,
 }
-PICTURES = [picture(40, 24, 1), picture(24, 56, 2), picture(64, 64, 3)]
 ASKED = Sampling(max_tokens=6, temperature=0, logprobs=3, ignore_eos=True)
 PROMPT = f"look: {HOLDER} and {HOLDER} what?"
 
@@ -291,9 +288,6 @@ def test_what_is_refused(engine: Engine, case: str):
     assert ask(engine, PICTURES[:1], f"{HOLDER} one")
 
 
-# Over HTTP.
-
-
 @pytest.fixture(scope="module")
 def client(engine: Engine, folder: Path) -> Iterator[httpx.Client]:
     pictures = folder.parent / "pictures"
@@ -302,12 +296,6 @@ def client(engine: Engine, folder: Path) -> Iterator[httpx.Client]:
     settings = HttpSettings(media=MediaPolicy(local_path=str(pictures)))
     with client_of(create_app(engine, settings)) as client:
         yield client
-
-
-def part(pixels, kind: str = "PNG", **options: Any) -> dict[str, Any]:
-    data = base64.b64encode(png(pixels, kind, **options)).decode()
-    url = f"data:image/{kind.lower()};base64,{data}"
-    return {"type": "image_url", "image_url": {"url": url, "detail": "high"}, "uuid": "ignored"}
 
 
 def chat(client: httpx.Client, *parts: dict[str, Any], **more: Any) -> httpx.Response:
@@ -357,35 +345,6 @@ def test_files_of_the_folder_and_tokens_of_messages(client: httpx.Client, folder
     messages = [{"role": "user", "content": [part(PICTURES[0])]}]
     told = client.post("/tokenize", json={"messages": messages}).json()
     assert told["tokens"].count(IMAGE_ID) == 15  # 40 x 24 pixels in cells of 8 x 8
-
-
-def bomb() -> bytes:
-    """Return the head of a PNG of 60,000 x 60,000 pixels, with a good checksum."""
-    head = b"IHDR" + struct.pack(">IIBBBBB", 60_000, 60_000, 8, 2, 0, 0, 0)
-    return b"\x89PNG\r\n\x1a\n\0\0\0\r" + head + struct.pack(">I", zlib.crc32(head)) + b"\0" * 64
-
-
-def sent(data: bytes, kind: str = "png") -> dict[str, Any]:
-    url = f"data:image/{kind};base64,{base64.b64encode(data).decode()}"
-    return {"type": "image_url", "image_url": {"url": url}}
-
-
-WRONG = {
-    "truncated": (sent(png(PICTURES[0])[:-40]), 400),
-    "bomb": (sent(bomb()), 400),
-    "a program called an image": (sent(b"\x7fELF" + b"\0" * 200), 400),
-    "another format called an image": (sent(png(PICTURES[0], "BMP")), 400),
-    "bytes": ({"type": "image_url", "image_url": {"url": "data:image/png;base64,aGk="}}, 400),
-    "address": ({"type": "image_url", "image_url": {"url": "http://127.0.0.1/a.png"}}, 400),
-    "elsewhere": ({"type": "image_url", "image_url": {"url": "file:///etc/passwd"}}, 400),
-    "video": ({"type": "video_url", "video_url": {"url": "data:video/mp4;base64,AA=="}}, 400),
-    "placeholder": ({"type": "text", "text": HOLDER}, 400),
-    "no url": ({"type": "image_url", "image_url": {}}, 400),
-    "long": (
-        {"type": "image_url", "image_url": {"url": "data:image/png;base64," + "A" * 10**6}},
-        400,
-    ),
-}
 
 
 @pytest.mark.parametrize("case", WRONG)

@@ -1,7 +1,6 @@
 """Results of steps become deltas: text, log-probabilities, ends, and times for the metrics."""
 
 import pytest
-from support.cases import tiny_checkpoint
 
 from serving.api.request import (
     FinishReason,
@@ -16,14 +15,6 @@ from serving.api.sampling import Sampling
 from serving.engine.loop.live_request import LiveRequest
 from serving.engine.metrics.metrics import EngineMetrics
 from serving.scheduling.scheduler import Progress
-from serving.text.tokenizer import Tokenizer
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("tokenizer")
-    tiny_checkpoint.write_model(folder, tiny_checkpoint.TinyShape(hidden=8, width=8))
-    return Tokenizer(folder)
 
 
 class Case:
