@@ -6,6 +6,9 @@
 
 #include "driver.cuh"
 
+// What an array of h holds before: nobody may add it up.
+const Bf16 kUnwritten{0x7fc0};
+
 extern "C" {
 
 // Gate and up are y's two matrices. Apart: adapters are added to both, a launch of items of up to 32 rows, and then
@@ -20,7 +23,7 @@ int lora_gated(Bf16* product, Bf16* y, const Bf16* x, const Bf16* a_pool, const 
                                items.data(), &num_items},
                   nullptr);
   const int h_stride = (max_rank + 7) / 8 * 8;
-  std::vector<Bf16> work(static_cast<size_t>(2) * rows * h_stride);
+  std::vector<Bf16> work(static_cast<size_t>(2) * rows * h_stride, kUnwritten);
   CallState state{};
   GatedArgs args{};
   PairArgs& p = args.pair;
@@ -58,7 +61,7 @@ int lora_gated_tiles(Bf16* product, Bf16* y, const Bf16* x, const Bf16* a_pool, 
   *tiled = 0;
   for (int i = 0; i < cut[0]; ++i) *tiled += tiles[i].expand.num_rows;
   const int h_stride = (max_rank + 7) / 8 * 8;
-  std::vector<Bf16> work(static_cast<size_t>(4) * rows * h_stride);
+  std::vector<Bf16> work(static_cast<size_t>(4) * rows * h_stride, kUnwritten);
   CallState state{};
   PairArgs p{};
   for (int m = 0; m < 2; ++m)
@@ -90,7 +93,7 @@ int lora_joined(Bf16** ys, const Bf16* const* b_pools, const Bf16* x, const Bf16
                                items.data(), &num_items},
                   nullptr);
   const int h_stride = (max_rank + 7) / 8 * 8;
-  std::vector<Bf16> work(static_cast<size_t>(modules) * rows * h_stride);
+  std::vector<Bf16> work(static_cast<size_t>(modules) * rows * h_stride, kUnwritten);
   CallState state{};
   PairArgs p{};
   p.items = items.data(), p.num_items = &num_items, p.row_order = order.data(), p.x = x, p.h = work.data();
