@@ -32,6 +32,7 @@ SCALE_COLUMNS = {FLOAT8: (128,), INTEGER: (128, 64), E2M1: (32,), TABLE: (64,), 
 MULTIPLES = (FLOAT8, TABLE, AFFINE)  # of the first of these, and all of d_in
 FIRST_INTEGERS = (0, -1, -2, -4, -8, -16)  # exact in bfloat16 times any scale
 MOST_SLOTS = 1 << 20  # units of columns in d_in times those that share a scale
+MOST_GROUPS = 1 << 12  # of a row, which the kernel finds by a product of 32 bits
 MOST_ROWS = 8  # of a likely group in the mean: few groups have more than a tile
 # Of plain weights: rows of a dense map, and of a likely group in the mean. Either product of a
 # token's experts of Qwen3-30B took 6 us less in a step than by Mosaic's kernel, whose CTAs each
@@ -252,5 +253,6 @@ def _check_scales(coding: int, columns: int, d_in: int) -> None:
         allowed = " or ".join(map(str, served)) + " weights"
         allowed += " or multiples" if coding in MULTIPLES else ""
         raise Declined(f"cuda grouped_matmul takes groups of {allowed}, not {columns}")
-    if columns < d_in and d_in // unit * (columns // unit) >= MOST_SLOTS:
+    long = d_in // unit * (columns // unit) >= MOST_SLOTS or d_in // columns >= MOST_GROUPS
+    if columns < d_in and long:
         raise Declined(f"cuda grouped_matmul takes no rows of {d_in} in groups of {columns}")

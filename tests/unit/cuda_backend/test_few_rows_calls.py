@@ -226,11 +226,16 @@ PLAIN = {"coding": few_rows.PLAIN}
             {"coding": few_rows.AFFINE, "columns": 1 << 17},
             "no rows of 262144 in groups of 131072",
         ),
+        (
+            (20, 8, 128, 1 << 17),
+            {"coding": few_rows.AFFINE, "columns": 32},
+            "no rows of 131072 in groups of 32",
+        ),
     ],
     ids=[
         *("rows", "likely", "plain groups", "plain dense", "plain width", "plain tiles"),
         "plain list",
-        *("dense", "blocks", "quantised", "narrow", "width", "scales", "affine", "long"),
+        *("dense", "blocks", "quantised", "narrow", "width", "scales", "affine", "long", "many"),
     ],
 )
 def test_declines_sizes_that_the_kernel_is_not_for(sizes, form, why):

@@ -41,6 +41,7 @@ cudaError_t place_scales(FewRowsArgs& p) {
   const bool apart = p.scale_columns == G, one = p.scale_groups == 1;
   const int slots = (p.d_in + G - 1) / G;
   if (!apart && !one && (p.scale_columns % G || slots * shared >= 1 << kScaleBits)) return cudaErrorInvalidValue;
+  if (p.scale_groups >= 1 << (32 - kScaleBits)) return cudaErrorInvalidValue;  // scale_at would overflow
   if (!apart && kScaleBytes<C> != 4) return cudaErrorInvalidValue;
   if (row % 4) return cudaErrorInvalidValue;
   p.scale_step = one ? 0 : ((1 << kScaleBits) + shared - 1) / shared;
