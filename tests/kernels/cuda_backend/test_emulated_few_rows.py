@@ -11,7 +11,7 @@ from support.doubles.cuda_emulator import call
 from support.oracles.tolerance import TOLERANCE
 
 from lora_jax.models.quantised.forms import E2M1, NF4, SIGNED, UNSIGNED
-from lora_jax.ops.grouped_matmul.weights import in_fragments
+from lora_jax.ops.grouped_matmul.weights import FRAGMENTS, in_fragments, unpacked
 
 pytestmark = [
     pytest.mark.long,  # test_emulated.py has a case of the emulator
@@ -144,6 +144,24 @@ def test_weights_have_their_values_bit_for_bit(library, name):
     weights = drawn(name, d_out, d_in, 1, groups=1)
     got = run(library, name, x, [weights], d_out, group_sizes=(len(columns),))
     np.testing.assert_array_equal(got.astype(np.float32), weights[3][0].T[columns])
+
+
+def test_one_wide_scale_of_a_warps_rows_is_seen(library):
+    """In one of the four places that lanes look at: each of four warps has it in another."""
+    library.emulate(2, 3)
+    d_out, d_in, sizes = 128, 256, (9, 12)
+    columns = d_in - 1 - np.arange(sum(sizes))  # of the last group
+    x = np.zeros((len(columns), d_in), BF16)
+    x[np.arange(len(columns)), columns] = 1
+    stored, scales, zeros, _ = drawn("awq of 64", d_out, d_in, 1, groups=2)
+    scales[:, (3, 32 + 11, 64 + 18, 96 + 31), -1] = 1.3 * 2.0**-129  # bfloat16 holds few bits
+    codes = unpacked(jnp.asarray(stored), FRAGMENTS).astype(jnp.float32)
+    by_group = np.asarray(codes).reshape(*scales.shape, 64) - zeros[..., None].astype(np.float32)
+    plain = (by_group * scales[..., None]).reshape(2, d_out, d_in).astype(BF16)
+    weights = stored, scales, zeros, plain
+    got = run(library, "awq of 64", x, [weights], d_out, group_sizes=sizes)
+    want = np.concatenate([plain[0].T[columns[:9]], plain[1].T[columns[9:]]])
+    np.testing.assert_array_equal(got, want)
 
 
 @pytest.mark.parametrize("name", CODINGS)
