@@ -87,9 +87,8 @@ __device__ __forceinline__ void multiply_others(const GatedArgs& a, const S& sm,
   const PairArgs& p = a.pair;
   const int4 last = sm.tables.items[max(num_items - 1, 0)];
   const int first = num_items > 0 ? last.z + last.w : 0, columns = p.d_out / 8, real = __ldg(a.num_rows);
-  const float by_columns = reciprocal(columns);
   for (int i = blockIdx.x * kThreads + threadIdx.x; i < (p.num_rows - first) * columns; i += gridDim.x * kThreads) {
-    const int n = quotient(i, by_columns), row = sm.tables.order[first + n];
+    const int n = i / columns, row = sm.tables.order[first + n];
     const int64_t at = static_cast<int64_t>(row) * columns + i - n * columns;
     auto of = [&](int m) { return load_now(reinterpret_cast<const int4*>(p.modules[m].y) + at); };
     auto* y = reinterpret_cast<uint4*>(a.y) + at;

@@ -49,13 +49,18 @@ struct GatedTile {
     }
   }
 
-  // Asks for rows from `n` on; past the last one for that.
-  __device__ __forceinline__ void ask(GatedRows<STEPS>& rows, int n) const {
+  // Which rows a lane has from `n` on; past the last one that.
+  __device__ __forceinline__ int2 rows_at(int n) const {
+    const int q = threadIdx.x & 3, last = tile.num_rows - 1;
+    const int* order = p.row_order + tile.row_begin;
+    return make_int2(__ldg(order + min(n + q * 2, last)), __ldg(order + min(n + q * 2 + 1, last)));
+  }
+  // Asks for rows from `n` on, whose numbers are `which`.
+  __device__ __forceinline__ void ask(GatedRows<STEPS>& rows, const int2& which, int n) const {
     const int lane = threadIdx.x & 31, g = lane >> 2, q = lane & 3, last = tile.num_rows - 1;
 #pragma unroll
     for (int e = 0; e < 2; ++e) {
-      const int row = __ldg(p.row_order + tile.row_begin + min(n + q * 2 + e, last));
-      rows.at[e] = (static_cast<int64_t>(row) * p.d_out + column) / 8 + g;
+      rows.at[e] = (static_cast<int64_t>(e ? which.y : which.x) * p.d_out + column) / 8 + g;
 #pragma unroll
       for (int m = 0; m < 2; ++m) load_last(rows.part[m][e], reinterpret_cast<const uint4*>(p.modules[m].y) + rows.at[e], true);
     }
@@ -92,11 +97,13 @@ struct GatedTile {
   __device__ __forceinline__ void run(__nv_bfloat16* y) const {
     const int q = threadIdx.x & 3;
     GatedRows<STEPS> next;
-    ask(next, 0);
+    ask(next, rows_at(0), 0);
+    int2 which = rows_at(8);  // a turn ahead, so that none waits for its rows' numbers
 #pragma unroll 1
     for (int n = 0; n < tile.num_rows; n += 8) {
       GatedRows<STEPS> rows = next;
-      if (n + 8 < tile.num_rows) ask(next, n + 8);
+      if (n + 8 < tile.num_rows) ask(next, which, n + 8);
+      which = rows_at(n + 16);
 #pragma unroll
       for (int m = 0; m < 2; ++m)
         if (rank[m] > 0) add(rows, m);
