@@ -57,8 +57,9 @@ def lora_silu_times(
 
     On Hopper few rows of few adapters are one launch, which writes neither sum; others, and all on
     other devices, are the two ops. `sites` are gate's and up's of the table. Rows at or after
-    num_rows, an int32, whose gate and up must be 0 and whose slot -1, are 0. Raises ValueError where up has not
-    gate's shape or where there are not two sites; other arguments are those of `lora_gemms`.
+    num_rows, an int32, whose gate and up must be 0 and whose slot -1, are 0. Raises ValueError
+    where up has not gate's shape or where there are not two sites; other arguments are those of
+    `lora_gemms`.
     """
     if up.shape != gate.shape or len(sites) != 2:
         raise ValueError(
