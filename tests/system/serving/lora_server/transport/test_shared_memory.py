@@ -171,6 +171,7 @@ def test_the_same_server_is_joined_again_under_a_new_epoch(tmp_path):
         late = servers[0].receive(LONG)
         assert late is not None
         wait_until(lambda: client.rejoin() == ())
+        wait_until(lambda: late.client not in servers[0].clients())  # a thread of its own sees it
         assert not servers[0].respond(late, exact_deltas(late, terms.shapes))
         client.set_limit(LONG)
         with serving(servers[0], lambda r: exact_deltas(r, terms.shapes)):
