@@ -1,4 +1,4 @@
-"""What a model runner is made of: a model, its adapters, and the programs that it compiles."""
+"""Parts of a model runner: a model, its adapters, and the programs that it compiles."""
 
 import dataclasses
 from collections.abc import Set

@@ -1,6 +1,6 @@
-"""Which rows are for the kernels of csrc/lora_gemm that serve all their items by groups.
+"""Rows for the kernels of csrc/lora_gemm that serve all their items by groups.
 
-These are few rows of few adapters: csrc/lora_gemm/decode_groups.cuh says what a group is.
+They are few, of few adapters: csrc/lora_gemm/decode_groups.cuh says what a group is.
 """
 
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""What a rollout of the adapter `sql` gives its callers."""
+"""A rollout of the adapter `sql`, and the versions that it gives its callers."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""What the command runs by its flags: a node, a front of functions, a cluster; and its GPUs."""
+"""Roles of the command by its flags: a node, a front of functions, a cluster; and its GPUs."""
 
 import importlib
 from types import SimpleNamespace

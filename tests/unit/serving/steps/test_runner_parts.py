@@ -1,4 +1,4 @@
-"""What a runner is made of says of itself."""
+"""Parts of a model runner, and what they say of themselves."""
 
 from types import SimpleNamespace
 

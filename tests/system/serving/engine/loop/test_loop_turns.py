@@ -1,4 +1,4 @@
-"""What the loop does around a step: turns of the device, cold programs and token masks."""
+"""The loop around a step: turns of the device, cold programs and token masks."""
 
 import dataclasses
 import threading
