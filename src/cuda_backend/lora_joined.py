@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from cuda_backend import ffi, lora_gemm, lora_groups
+from cuda_backend import lora_gemm, lora_groups
 from lora_jax.ops.dispatch import Declined
 from lora_jax.ops.lora_gemm.batch import LoraBatch
 from lora_jax.typing import Array, Float, Num
@@ -28,7 +28,6 @@ def joined_lora(
     if others := {str(a.dtype) for a in arrays if a.dtype != jnp.bfloat16}:
         raise Declined(f"cuda joined_lora takes bfloat16, not {', '.join(sorted(others))}")
     listed = lora_groups.items_of(batch, [y.shape[1] for y in ys])
-    ffi.require()
     ranks = -(-batch.max_rank // 8) * 8
     h = jax.ShapeDtypeStruct((len(ys), len(batch.x), ranks), batch.x.dtype)
     shapes = [h, *(jax.ShapeDtypeStruct(y.shape, y.dtype) for y in ys)]

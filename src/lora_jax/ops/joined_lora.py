@@ -1,12 +1,13 @@
 """Adds every row's own adapter to maps of one x whose widths differ."""
 
+import dataclasses
 from collections.abc import Sequence
 
 import jax.numpy as jnp
 
 from lora_jax.ops.adapter_items import AdapterItems
 from lora_jax.ops.dispatch import ANY, COMPOSED, GPU, Implementation, Op, backend_kernel
-from lora_jax.ops.lora_gemm import LoraBatch, lora_gemms
+from lora_jax.ops.lora_gemm import LoraBatch, check_maps, lora_gemms
 from lora_jax.typing import Array, Float, Int, Num
 
 __all__ = ["joined_lora"]
@@ -67,4 +68,6 @@ def joined_lora(
         )
     owners = row_to_slot, jnp.zeros(x.shape[:1], jnp.int32)
     batch = LoraBatch(x, a_pool, b_pools[0], entries, scaling, *owners, max_rank, items)
+    for y, b_pool, site in zip(ys, b_pools, sites, strict=True):
+        check_maps([y], dataclasses.replace(batch, b_pool=b_pool), [site])
     return JOINED_LORA.call(implementation, tuple(ys), tuple(b_pools), batch, tuple(sites))

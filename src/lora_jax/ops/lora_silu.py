@@ -6,7 +6,7 @@ import jax.numpy as jnp
 
 from lora_jax.ops.adapter_items import AdapterItems
 from lora_jax.ops.dispatch import ANY, COMPOSED, GPU, Implementation, Op, backend_kernel
-from lora_jax.ops.lora_gemm import LoraBatch, lora_gemms
+from lora_jax.ops.lora_gemm import LoraBatch, check_maps, lora_gemms
 from lora_jax.ops.silu_times import silu_times
 from lora_jax.typing import Array, Float, Int, Num
 
@@ -68,4 +68,5 @@ def lora_silu_times(
         )
     owners = row_to_slot, jnp.zeros(x.shape[:1], jnp.int32)
     batch = LoraBatch(x, a_pool, b_pool, entries, scaling, *owners, max_rank, items)
+    check_maps((gate, up), batch, sites)
     return LORA_SILU_TIMES.call(implementation, gate, up, num_rows, batch, tuple(sites))

@@ -45,11 +45,15 @@ def test_it_has_the_bits_of_a_call_for_each(dtype):
     assert all((np.asarray(a) != np.asarray(b)).any() for a, b in zip(got, ys, strict=True))
 
 
-def test_a_map_without_a_pool_is_refused():
+def test_a_map_without_its_pool_or_site_is_refused():
     ys, arguments = some()
-    arguments["b_pools"] = arguments["b_pools"][:2]
+    pools = arguments.pop("b_pools")
     with pytest.raises(ValueError, match=r"got 3 y, 2 pools and sites \(2, 0, 1\)"):
-        joined_lora(ys, **arguments)
+        joined_lora(ys, b_pools=pools[:2], **arguments)
+    with pytest.raises(ValueError, match="b_pool"):  # of another map's width
+        joined_lora(ys, b_pools=pools[::-1], **arguments)
+    with pytest.raises(ValueError, match=r"sites \(3,\) of a table of 3"):
+        joined_lora(ys, b_pools=pools, **arguments | {"sites": (2, 0, 3)})
 
 
 @pytest.mark.parametrize(

@@ -47,6 +47,8 @@ def test_another_shape_of_up_or_one_site_is_named():
         lora_silu_times(gate, up, real, **arguments | {"sites": (1,)})
     with pytest.raises(Exception, match="up"):  # by the annotation in tests, or the message
         lora_silu_times(gate, up[:, :8], real, **arguments)
+    with pytest.raises(ValueError, match=r"sites \(0, 2\) of a table of 2"):
+        lora_silu_times(gate, up, real, **arguments | {"sites": (0, 2)})
 
 
 @pytest.mark.parametrize(

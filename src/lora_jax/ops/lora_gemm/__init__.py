@@ -21,7 +21,7 @@ from lora_jax.ops.lora_gemm.batch import LoraBatch
 from lora_jax.rank_rows import stored_width
 from lora_jax.typing import Array, Float, Int, Num
 
-__all__ = ["LoraBatch", "delta_dtype", "lora_gemm", "lora_gemms"]
+__all__ = ["LoraBatch", "check_maps", "delta_dtype", "lora_gemm", "lora_gemms"]
 
 _Ys = Sequence[Array | None]
 _Sites = Sequence[int | None]
@@ -122,9 +122,6 @@ def lora_gemms(
     Either all y are None or none is. Without y and with zeros_if_idle=False, the sums may hold
     anything in a call none of whose rows has an adapter: for readers who ask for that first.
     """
-    if len(ys) != len(sites) or not all(0 <= site < entries.shape[0] for site in sites):
-        got = f"{len(ys)} y, sites {tuple(sites)} of a table of {entries.shape[0]}"
-        raise ValueError(f"lora_gemms: each map needs a site of the table, got {got}")
     if len({y is None for y in ys}) > 1:
         raise ValueError("lora_gemms: some y are None, others not: a launch adds to all or to none")
     if row_to_expert is None:
@@ -132,8 +129,7 @@ def lora_gemms(
     owners = (row_to_slot, row_to_expert)
     batch = LoraBatch(x, a_pool, b_pool, entries, scaling, *owners, max_rank, items)
     ys = _or_wide_zeros(ys, batch, implementation)
-    for y in ys:
-        _check(y, batch)
+    check_maps(ys, batch, sites)
     return LORA_GEMM.call(implementation, ys, batch, tuple(sites), zeros_if_idle=zeros_if_idle)
 
 
@@ -154,6 +150,15 @@ def _or_wide_zeros(ys: _Ys, batch: LoraBatch, implementation: str | None) -> lis
     if dtype == batch.x.dtype:
         return list(ys)
     return [batch.zeros(dtype) if y is None else y for y in ys]
+
+
+def check_maps(ys: _Ys, batch: LoraBatch, sites: Sequence[int]) -> None:
+    """Raise ValueError naming what has a wrong shape or dtype, or sites that the table has not."""
+    if len(ys) != len(sites) or not all(0 <= site < batch.entries.shape[0] for site in sites):
+        got = f"{len(ys)} y, sites {tuple(sites)} of a table of {batch.entries.shape[0]}"
+        raise ValueError(f"lora_gemms: each map needs a site of the table, got {got}")
+    for y in ys:
+        _check(y, batch)
 
 
 def _check(y: Array | None, batch: LoraBatch) -> None:
