@@ -61,10 +61,13 @@ def test_gate_and_up_have_the_bits_of_three_launches(rows, width, hidden, ranks,
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("rows", [1, 64, 200, 256])
 @pytest.mark.parametrize(
-    ("widths", "hidden", "ranks"),
-    [((4096, 1024, 1024), 4096, (16,) * 8), ((2048, 512, 512), 2048, (8, 13, 24, 0))],
+    ("rows", "widths", "hidden", "ranks"),
+    [
+        *((n, (4096, 1024, 1024), 4096, (16,) * 8) for n in (1, 64, 200, 256)),
+        *((n, (2048, 512, 512), 2048, (8, 13, 24, 0)) for n in (1, 64, 128)),
+        *((n, (2048, 512, 512), 2048, (8, 13, 16, 0)) for n in (200, 256)),
+    ],
 )
 def test_q_k_and_v_have_the_bits_of_a_launch_for_each_width(rows, widths, hidden, ranks):
     """In each of many launches of one program."""

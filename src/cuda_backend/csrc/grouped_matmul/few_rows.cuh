@@ -84,20 +84,10 @@ struct FewRowsKernel {
     if constexpr (C == Coding::kPlain) tile_copy(to, map, 0, column, step * kBlocks<C>, group, bar);
     else tile_copy(to, map, step * kRowBytes / 2, column, group, 0, bar);
   }
-  // Waits for the scales of the oldest stage whose consumers have not heard of them; `newer` stages may be on their way.
-  // A barrier that counts such copies itself (cp.async.mbarrier.arrive.noinc) came before some of them on an H200.
-  __device__ __forceinline__ void scales_came(FewRowsRing& oldest, int newer) {
-    copies_wait_most(newer);
-    __syncwarp();
-    mbar_arrive_if(&full[oldest.at], (threadIdx.x & 31) == 0);
-    oldest.next(p.stages);
-  }
-  // Weights, x and scales, by one warp. It looks for scales half a ring later: then they have mostly come.
+  // Weights, x and scales, by one warp.
   __device__ __forceinline__ void bring() {
     const int lane = threadIdx.x & 31;
-    const int later = min(p.stages / 2, kMostCopyGroups);
-    int asked = 0;  // stages for whose scales it has not waited
-    FewRowsRing ring, oldest;
+    FewRowsRing ring;
     for (int index = blockIdx.x; index < works * p.tiles; index += gridDim.x) {
       const FewRowsWork w = work(index);
       const int tile = index % p.tiles, first_matrix = matrix_of(tile), few = w.count <= 8;
@@ -121,12 +111,9 @@ struct FewRowsKernel {
           if (step == 0) sources.find(p, first_matrix, w.group, column, kColumns);  // the long copies are on their way
           sources.bring(p, scales, step);
         }
-        copies_commit();
-        if (++asked > later) scales_came(oldest, later), --asked;
+        copies_arrive(bar);
       }
     }
-#pragma unroll 1
-    while (asked) scales_came(oldest, --asked);
   }
 
   // Where a thread finds its part of a stage.
@@ -165,6 +152,19 @@ struct FewRowsKernel {
 #pragma unroll
         for (int c = 0; c < kLoad / 32; ++c)
           places.x.load(x[n][c], stage + Layout::kWeights + n * 8 * kRowBytes, i * kLoad + c * 32, kBlock<N>);
+    }
+    // Made of a word of each read.
+    __device__ __forceinline__ uint32_t seen() const {
+      uint32_t all = 0;
+#pragma unroll
+      for (int t = 0; t < TILES; ++t)
+#pragma unroll
+        for (int q = 0; q < kBlocks<C>; ++q) all ^= words[t][q][0];
+#pragma unroll
+      for (int n = 0; n < N / 8; ++n)
+#pragma unroll
+        for (int c = 0; c < kLoad / 32; ++c) all ^= x[n][c][0] ^ x[n][c][2];
+      return all;
     }
   };
   struct Scales {
@@ -216,6 +216,16 @@ struct FewRowsKernel {
           }
       }
     }
+    __device__ __forceinline__ uint32_t seen() const {
+      uint32_t all = 0;
+      if constexpr (C == Coding::kAffine)
+#pragma unroll
+        for (int i = 0; i < TILES * 2 * kGroups; ++i) {
+          const AffineGroup<WIDE>& group = groups[i / (2 * kGroups)][i / kGroups % 2][i % kGroups];
+          all ^= group.scale ^ group.zero;
+        }
+      return all;
+    }
   };
 
   // Multiplies by the weights of a piece. `WIDE` says that scales are large, which costs an instruction more.
@@ -259,16 +269,18 @@ struct FewRowsKernel {
     const Scales scales = scales_ahead;
     const uint32_t stage = weights_at(ring.at);
     Affine<WIDE> affine;
+    uint32_t seen = 0;
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const Piece<N> piece = ahead;
+      seen ^= piece.seen();  // of each: products may come later than the code has them
       if constexpr (C == Coding::kAffine)
         if (i * kLoad % G == 0 || G < kLoad) affine.load(p, stage, places, step, i);
       if (i < 3) {
         ahead.load(stage, places, i + 1);
       } else {
         __syncwarp();  // all lanes have read the stage before one lets it go
-        mbar_arrive_if(&empty[ring.at], (threadIdx.x & 31) == 0);
+        mbar_arrive_seen(&empty[ring.at], (threadIdx.x & 31) == 0, seen ^ affine.seen(), static_cast<uint32_t>(p.groups) >> 24);
         ring.next(p.stages);
         if (step + 1 < p.steps) {
           mbar_wait(&full[ring.at], ring.phase);
@@ -376,7 +388,7 @@ __global__ void __launch_bounds__(W * 32 + 32, PER_SM) few_rows_kernel(const __g
   const int warp = threadIdx.x / 32;
   if (threadIdx.x == 0) {
     for (int s = 0; s < p.stages; ++s) {
-      mbar_init(&kernel.full[s], C == Coding::kPlain ? 1 : 2);  // the copy engine, scales by a warp
+      mbar_init(&kernel.full[s], C == Coding::kPlain ? 1 : 1 + 32);  // the copy engine, scales by a warp
       mbar_init(&kernel.empty[s], W);
     }
     fence_barriers();

@@ -90,17 +90,18 @@ struct ChunkTurns {
   __device__ __forceinline__ void await_empty(AtOnceBarriers& bars, int chunk) const {
     mbar_wait(&bars.empty[place(chunk)], chunk / kHeldChunks - 1 & 1);
   }
-  // By the warp that has read a chunk.
-  __device__ __forceinline__ void leave(AtOnceBarriers& bars, int chunk) const {
+  // By the warp that has read a chunk, `last` at the end of it.
+  __device__ __forceinline__ void leave(AtOnceBarriers& bars, int chunk, const Operands& last, uint32_t nothing) const {
     if (chunk + kHeldChunks >= chunks) return;
     __syncwarp();
-    if ((threadIdx.x & 31) == 0) mbar_arrive(&bars.empty[place(chunk)]);
+    mbar_arrive_seen(&bars.empty[place(chunk)], (threadIdx.x & 31) == 0, last.low.x ^ last.high.x ^ last.x.x, nothing);
   }
 };
 
 // Adds the chunks in order. A step is read while three are added, and before the next of them: behind it, what is read
 // would wait for registers that the sum leaves late.
-__device__ __forceinline__ void add_chunks(const AtOnceShared& sm, AtOnceBarriers& bars, const ChunkTurns& turns, AtOnceSums& acc) {
+__device__ __forceinline__ void add_chunks(const AtOnceShared& sm, AtOnceBarriers& bars, const ChunkTurns& turns,
+                                           uint32_t nothing, AtOnceSums& acc) {
   static_assert(kChunkSteps == 4);
   uint32_t at;
   Operands o[4];
@@ -114,7 +115,7 @@ __device__ __forceinline__ void add_chunks(const AtOnceShared& sm, AtOnceBarrier
 #pragma unroll 1
   for (int i = 1;; ++i) {
     read(3), add_step(o[0], acc);
-    turns.leave(bars, i - 1);
+    turns.leave(bars, i - 1, o[3], nothing);
     if (i == turns.chunks) break;
     begin(i);
     read(0), add_step(o[1], acc);
@@ -233,7 +234,7 @@ __device__ __forceinline__ bool shrink_at_once(const PairArgs& p, AtOnceShared& 
   AtOnceSums acc = {};
   if (warp == 0) {
     if (part == 0 && lane == 0) mbar_expect(&bars.summed, sizeof(sm.parts));
-    if (turns.chunks > 0) add_chunks(sm, bars, turns, acc);
+    if (turns.chunks > 0) add_chunks(sm, bars, turns, static_cast<uint32_t>(p.max_rank) >> 16, acc);
   }
   cluster_all_begun();  // who has arrived must wait before it ends; and the first CTA has used the parts before
   if (warp > 0) return true;

@@ -179,25 +179,26 @@ struct LatentConsumer {
     for (int box = 0; box < kStep; ++box) {
       if (box >= boxes) break;
       const uint32_t at = slot(box) + warp * 2048 + value * 128 + (((lane >> 4) ^ (value & 7)) << 4);
-      uint32_t a[M][4];
+      uint32_t a[M][4], seen = 0;
 #pragma unroll
       for (int m = 0; m < M; ++m) ldmatrix(a[m], smem_u32(&sm.p[m * 16 + value][box * kBox + (lane >> 4) * 8]));
 #pragma unroll
       for (int n = 0; n < 8; n += 2) {
         uint32_t b[4];
         ldmatrix_trans(b, at ^ n << 4);
+        seen ^= b[0];
 #pragma unroll
         for (int m = 0; m < M; ++m) {
           mma_bf16(chunk[m].o[n], a[m][0], a[m][1], a[m][2], a[m][3], b[0], b[1]);
           mma_bf16(chunk[m].o[n + 1], a[m][0], a[m][1], a[m][2], a[m][3], b[2], b[3]);
         }
       }
-      give_back(box);
+      give_back(box, seen);
     }
   }
-  __device__ __forceinline__ void give_back(int box) const {
+  __device__ __forceinline__ void give_back(int box, uint32_t seen = 0) const {
     __syncwarp();
-    if ((threadIdx.x & 31) == 0) mbar_arrive(&ring.sm.empty[place(box)]);
+    mbar_arrive_seen(&ring.sm.empty[place(box)], (threadIdx.x & 31) == 0, seen, static_cast<uint32_t>(p.kv_heads) >> 24);
   }
 
   __device__ __forceinline__ void step(const Sight& sight, int box, int boxes) {

@@ -17,6 +17,9 @@ inline void mbar_arrive(uint64_t* bar) {
 inline void mbar_arrive_if(uint64_t* bar, bool wanted) {
   if (wanted) mbar_arrive(bar);
 }
+inline void mbar_arrive_seen(uint64_t* bar, bool wanted, uint32_t seen, uint32_t nothing) {
+  mbar_arrive_if(bar + (seen & nothing), wanted);
+}
 inline void mbar_expect(uint64_t* bar, uint32_t bytes) {
   emu::barrier(bar).bytes += bytes;
   mbar_arrive(bar);
@@ -74,8 +77,6 @@ template <int PENDING>
 inline void copies_wait() {
   emu::finish_groups(emu::machine.current->groups, PENDING);
 }
-constexpr int kMostCopyGroups = 8;
-inline void copies_wait_most(int pending) { emu::finish_groups(emu::machine.current->groups, pending); }
 inline void copies_arrive(uint64_t* bar) {
   copies_commit();
   emu::finish_groups(emu::machine.current->groups, 0);
