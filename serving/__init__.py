@@ -7,7 +7,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from serving.api.outputs import Completion, RequestFailed, RequestOutput
+    from serving.api.outputs import BadRequest, Completion, RequestFailed, RequestOutput
     from serving.api.request import EngineDead, FinishReason, OutputDelta, QueueFull, TokenLogprobs
     from serving.api.sampling import Sampling
     from serving.api.structured_outputs import StructuredOutputs
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 __all__ = [
     "AdapterInfo",
     "AsyncEngine",
+    "BadRequest",
     "Completion",
     "Engine",
     "EngineDead",
@@ -34,6 +35,7 @@ __all__ = [
 _HOMES = {
     "AdapterInfo": "engine.adapter_info",
     "AsyncEngine": "engine.async_engine",
+    "BadRequest": "api.outputs",
     "Engine": "engine.engine",
     "EngineDead": "api.request",
     "Completion": "api.outputs",

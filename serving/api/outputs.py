@@ -8,11 +8,31 @@ from serving.api.request import FinishReason, OutputDelta, TokenLogprobs
 
 
 class RequestFailed(RuntimeError):
-    """A request ended with an error. `retryable` says that it may succeed later."""
+    """A request ended with an error after it was taken: HTTP 500, or 503 if `retryable`.
 
-    def __init__(self, message: str, *, retryable: bool):
+    `retryable` says that the same request may succeed later. The server is at fault unless the
+    error is a `BadRequest`.
+    """
+
+    def __init__(self, message: str, *, retryable: bool = False):
         super().__init__(message)
         self.retryable = retryable
+
+
+class BadRequest(RequestFailed, ValueError):
+    """The request itself is at fault and fails whenever it is sent: HTTP 400.
+
+    It is a ValueError, as is what `submit` and `generate` raise for a request that they do not
+    take: whoever catches ValueError has all bad requests.
+    """
+
+
+def failure(delta: OutputDelta) -> RequestFailed:
+    """Return the exception for the last delta of a choice that ended with an error."""
+    message = delta.error or "The request failed."
+    if delta.bad_request:
+        return BadRequest(message)
+    return RequestFailed(message, retryable=delta.retryable)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,13 +108,15 @@ class OutputCollector:
         self._num_cached_tokens = max(self._num_cached_tokens, delta.num_cached_tokens)
 
     def output(self) -> RequestOutput:
-        """Return the answer so far; raises RequestFailed when a choice ended with an error.
+        """Return the answer so far.
 
-        Needs at least one delta.
+        Raises:
+            BadRequest: a choice ended with an error of the request.
+            RequestFailed: a choice ended with another error.
+            ValueError: there was no delta yet.
         """
         if self._failed is not None:
-            message = self._failed.error or "The request failed."
-            raise RequestFailed(message, retryable=self._failed.retryable)
+            raise failure(self._failed)
         if self._last is None:
             raise ValueError("The request has no output yet.")
         return RequestOutput(

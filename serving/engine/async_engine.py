@@ -15,7 +15,7 @@ from typing import Any
 from lora_jax.adapters.entries import AdapterEntry
 from lora_jax.adapters.registry_errors import HostFull
 from serving.adapters.entry_turn import entry_in_turn
-from serving.api.outputs import OutputCollector, RequestFailed, RequestOutput
+from serving.api.outputs import OutputCollector, RequestOutput, failure
 from serving.api.request import FinishReason, OutputDelta
 from serving.api.sampling import Sampling
 from serving.engine.adapter_info import AdapterInfo
@@ -107,8 +107,7 @@ class AsyncEngine:
                 for delta in await answer.deltas():
                     num_open -= delta.finish_reason is not None
                     if delta.finish_reason is FinishReason.ERROR:
-                        message = delta.error or "The request failed."
-                        raise RequestFailed(message, retryable=delta.retryable)
+                        raise failure(delta)
                     yield delta
         finally:
             answer.leave(is_done=not num_open)

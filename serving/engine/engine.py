@@ -17,7 +17,7 @@ from lora_jax.adapters.entries import AdapterEntry, EvictedAdapter
 from lora_jax.memory.arena import ImportedArena
 from serving.adapters.rollout import Rollout
 from serving.api.images import PlacedImages
-from serving.api.outputs import RequestFailed, RequestOutput
+from serving.api.outputs import RequestOutput, failure
 from serving.api.request import FinishReason, OutputDelta, Request, Share, TraceContext
 from serving.api.sampling import Sampling
 from serving.engine.adapter_info import AdapterInfo, adapter_info
@@ -134,7 +134,8 @@ class Engine:
         vLLM's call works too: a sampling as the second argument, `sampling_params`, and
         `lora_request` with the name of a loaded adapter. In a rollout, requests with the same
         `session` get the same version. Raises KeyError for an unknown adapter, ValueError or
-        TypeError for bad input, RequestFailed when the engine could not finish a request.
+        TypeError for bad input (BadRequest, a ValueError, if that shows only while the answer is
+        made), another RequestFailed when the engine could not finish a request.
         """
         adapter, sampling = adapter_and_sampling(adapter, sampling, sampling_params, lora_request)
         sampling = self.default_sampling() if sampling is None else sampling
@@ -242,8 +243,7 @@ class Engine:
                 delta = deltas.get()
                 num_open -= delta.finish_reason is not None
                 if delta.finish_reason is FinishReason.ERROR:
-                    message = delta.error or "The request failed."
-                    raise RequestFailed(message, retryable=delta.retryable)
+                    raise failure(delta)
                 yield delta
         finally:
             if num_open:

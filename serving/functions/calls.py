@@ -20,7 +20,7 @@ from lora_jax.memory.wire import (
 from serving.api.sampling import Sampling
 from serving.engine.engine import Engine
 from serving.functions import rehearsal
-from serving.functions.messages import http_of, output_fields, sampling_of
+from serving.functions.messages import error_fields, http_of, output_fields, sampling_of
 from serving.functions.process_memory import backbone_memory, is_of_memory, private_bytes
 from serving.lora_server.tenant_side import (
     TenantAccess as TenantAccess,  # for whoever makes the engine
@@ -150,11 +150,7 @@ class Calls:
         except Exception as error:  # the call's own: others go on
             if self._engine.end.done() and self._engine.end.result() is not None:
                 return  # see end_with_engine
-            value = {
-                "error": type(error).__name__,
-                "text": str(error),
-                "retryable": getattr(error, "retryable", False),
-            }
+            value = error_fields(error)
             value |= self._blame(call, value["retryable"])
         self._send({"id": call["id"], **value})
 

@@ -10,17 +10,16 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from serving.api.outputs import RequestFailed, RequestOutput
+from serving.api.outputs import BadRequest, RequestFailed, RequestOutput
 from serving.api.sampling import Sampling
 from serving.engine.inputs.generate_arguments import Prompt, as_list, broadcast, given_prompt
-from serving.functions.messages import output_of, sampling_fields
+from serving.functions.messages import error_of, output_of, sampling_fields
 from serving.functions.policies.predict import Arrivals
 from serving.functions.running import Running
 from serving.functions.tenants import Tenant
 
 logger = logging.getLogger(__name__)
 
-_ERRORS = {error.__name__: error for error in (ValueError, TypeError, KeyError)}
 _STARTS = 3  # without an answer in between, and a function is given up
 _GIVEN_UP_S = 60.0  # until a call may try again
 STATES = ("off", "starting", "running", "failed", "closed")
@@ -130,7 +129,7 @@ class Function:
 
         A prompt is a text, a list of token ids, or a dict with `prompt` or `prompt_token_ids`.
         `sampling` of None is the model's default; one applies to all prompts. Raises ValueError and
-        TypeError for bad input, RequestFailed, and FunctionDied.
+        TypeError for bad input, RequestFailed as `Engine.generate`, and FunctionDied.
         """
         given = [self._sent(prompt) for prompt in as_list(prompts)]
         fields: list[Any] = [None] * len(given)
@@ -243,10 +242,10 @@ class Function:
         if answer["error"] == "FunctionDied":
             why = answer.get("why", "ended during the call")
             raise FunctionDied(f"Function {self.name!r} {why}; try it again.")
-        if answer["error"] in _ERRORS:
+        error = error_of(answer)
+        if not isinstance(error, RequestFailed) or isinstance(error, BadRequest):
             self.answered()
-            raise _ERRORS[answer["error"]](answer["text"])
-        raise RequestFailed(answer["text"], retryable=answer["retryable"])
+        raise error
 
     def _current(self) -> Running | Tenant:
         with self._ready:

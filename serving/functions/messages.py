@@ -7,10 +7,28 @@ and text as arguments.
 import dataclasses
 from typing import Any
 
-from serving.api.outputs import Completion, RequestOutput
-from serving.api.request import FinishReason, TokenLogprobs
+from serving.api.outputs import BadRequest, Completion, RequestFailed, RequestOutput
+from serving.api.request import FinishReason, QueueFull, TokenLogprobs
 from serving.api.sampling import Sampling
 from serving.http.settings import HttpSettings
+
+_OF_REQUESTS = (BadRequest, ValueError, TypeError, KeyError)  # the first that fits is sent
+
+
+def error_fields(error: Exception) -> dict[str, Any]:
+    """Return what an agent is told of a call that failed."""
+    kinds = (kind.__name__ for kind in _OF_REQUESTS if isinstance(error, kind))
+    kind = next(kinds, type(error).__name__)
+    retryable = getattr(error, "retryable", isinstance(error, QueueFull))
+    return {"error": kind, "text": str(error), "retryable": retryable}
+
+
+def error_of(fields: dict[str, Any]) -> Exception:
+    """Return the exception of `error_fields`: the request's kind, else RequestFailed."""
+    kinds = {kind.__name__: kind for kind in _OF_REQUESTS}
+    if (kind := kinds.get(fields["error"])) is not None:
+        return kind(fields["text"])
+    return RequestFailed(fields["text"], retryable=fields["retryable"])
 
 
 def sampling_fields(sampling: Sampling) -> dict[str, Any]:

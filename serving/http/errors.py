@@ -1,9 +1,10 @@
 """Every failure as `{"error": {message, type, param, code}}`, with no path or address in it."""
 
+import contextlib
 import logging
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -15,7 +16,7 @@ from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from lora_jax.adapters.registry import AdapterNotFound, RegistryBusy
-from serving.api.request import QueueFull
+from serving.api.request import EngineDead, QueueFull
 
 logger = logging.getLogger(__name__)
 
@@ -100,6 +101,8 @@ def from_exception(error: Exception) -> ApiError:
         seconds = str(max(1, math.ceil(error.retry_after_s)))
         status = 429 if error.of_key else 503
         return ApiError(status, scrub(str(error)), headers={"Retry-After": seconds})
+    if isinstance(error, EngineDead):
+        return ApiError(503, "The engine has stopped.")
     if isinstance(error, AdapterNotFound):
         return unknown_model(error.name)
     if isinstance(error, ValidationError):
@@ -112,6 +115,21 @@ def from_exception(error: Exception) -> ApiError:
     if isinstance(error, HTTPException):
         return ApiError(error.status_code, str(error.detail), headers=dict(error.headers or {}))
     return ApiError(500, "Internal server error.")
+
+
+@contextlib.contextmanager
+def after_checks(*others: type[Exception]) -> Iterator[None]:
+    """Log what is raised here and make it an ApiError 500, except ApiErrors and `others`.
+
+    The request has been checked by then: not even a ValueError means that it is at fault.
+    """
+    try:
+        yield
+    except (ApiError, *others):
+        raise
+    except Exception as error:
+        logger.exception("Unexpected error while making an answer.")
+        raise from_exception(RuntimeError(str(error))) from error
 
 
 def from_validation(error: ValidationError | RequestValidationError) -> ApiError:
@@ -162,7 +180,7 @@ def install(app: FastAPI) -> None:
     """Make the app answer every expected exception with our body."""
     for kind in (ApiError, HTTPException, RequestValidationError, ValidationError, QueueFull):
         app.add_exception_handler(kind, _handle)
-    for kind in (AdapterNotFound, NotImplementedError, ValueError):
+    for kind in (AdapterNotFound, EngineDead, NotImplementedError, ValueError):
         app.add_exception_handler(kind, _handle)
 
 

@@ -16,7 +16,7 @@ from serving.http.answers.generation import ClientGone, Generation, Piece, usage
 from serving.http.answers.json_pieces import json_response
 from serving.http.answers.logprobs import token_text
 from serving.http.answers.streaming import EventStream
-from serving.http.errors import ApiError
+from serving.http.errors import ApiError, after_checks
 from serving.http.interface import AbstractTokenizer
 from serving.http.lanes import Lane, run_in
 from serving.http.requests.model_names import Target
@@ -188,9 +188,10 @@ async def respond(
     except ClientGone:
         return Response(status_code=CLIENT_CLOSED_REQUEST)
     tokens = answer.usage.prompt_tokens + answer.usage.completion_tokens
-    if tokens <= _SHORT:
-        return json_response(answer.whole(), answer.headers)
-    return await run_in(Lane.LONG, lambda: json_response(answer.whole(), answer.headers))
+    with after_checks():
+        if tokens <= _SHORT:
+            return json_response(answer.whole(), answer.headers)
+        return await run_in(Lane.LONG, lambda: json_response(answer.whole(), answer.headers))
 
 
 def request_line(request: Request, answer: AbstractAnswer, stream: bool | None) -> str:

@@ -10,7 +10,7 @@ from starlette.types import Receive, Scope, Send
 from serving.http.answers.event_writer import EventWriter, event
 from serving.http.answers.generation import ClientGone, Generation, Piece
 from serving.http.answers.json_pieces import text_json
-from serving.http.errors import ApiError, from_exception, logger
+from serving.http.errors import ApiError, after_checks
 from serving.http.lanes import Lane, run_in
 from serving.http.wire.body_writer import BodyWriter, body_writer
 
@@ -105,19 +105,15 @@ class EventStream(Response):
     async def _send_pieces(self, receive: Receive, send_bytes: Any) -> None:
         pieces = self._generation.pieces(receive, self._keep_alive_s, self._write_now)
         try:
-            async with contextlib.aclosing(pieces):
-                async for batch in pieces:
-                    data = await self._events(batch)
-                    if data or not batch:
-                        await send_bytes(data or KEEP_ALIVE)
-            await send_bytes(b"".join(map(self.frame, self._chunks.last())))
-        except (ClientGone, OSError):
-            raise
-        except Exception as error:
-            answer = from_exception(error)
-            if answer.status == 500:
-                logger.error("A stream failed: %s", type(error).__name__)
-            await send_bytes(b"".join(map(self.frame, self._chunks.failed(answer))))
+            with after_checks(ClientGone, OSError):
+                async with contextlib.aclosing(pieces):
+                    async for batch in pieces:
+                        data = await self._events(batch)
+                        if data or not batch:
+                            await send_bytes(data or KEEP_ALIVE)
+                await send_bytes(b"".join(map(self.frame, self._chunks.last())))
+        except ApiError as error:
+            await send_bytes(b"".join(map(self.frame, self._chunks.failed(error))))
 
 
 class NamedEventStream(EventStream):

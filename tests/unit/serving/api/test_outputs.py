@@ -2,7 +2,7 @@
 
 import pytest
 
-from serving.api.outputs import OutputCollector, RequestFailed
+from serving.api.outputs import BadRequest, OutputCollector, RequestFailed, failure
 from serving.api.request import FinishReason, OutputDelta, TokenLogprobs
 
 
@@ -40,6 +40,27 @@ def test_an_error_is_raised_with_its_message():
     with pytest.raises(RequestFailed, match="no") as caught:
         collector.output()
     assert caught.value.retryable
+
+
+@pytest.mark.parametrize(
+    ("flags", "is_of_request", "retryable"),
+    [
+        ({"bad_request": True}, True, False),
+        ({"retryable": True}, False, True),
+        ({}, False, False),
+    ],
+)
+def test_the_type_of_an_error_says_whose_fault_it_is(flags, is_of_request, retryable):
+    last = delta(0, "", [], finish_reason=FinishReason.ERROR, error="why", **flags)
+    collector = OutputCollector((1,), None, 1)
+    collector.add(last)
+    with pytest.raises(RequestFailed) as caught:
+        collector.output()
+    for error in (failure(last), caught.value):
+        assert str(error) == "why"
+        assert isinstance(error, RequestFailed)
+        assert isinstance(error, ValueError) is isinstance(error, BadRequest) is is_of_request
+        assert error.retryable is retryable
 
 
 def test_an_answer_has_its_prompt_s_text_and_a_sum_of_logprobs():

@@ -4,11 +4,19 @@ import json
 
 import pytest
 
-from serving.api.outputs import Completion, RequestOutput
-from serving.api.request import FinishReason, TokenLogprobs
+from lora_jax.adapters.registry_errors import AdapterNotFound, AdapterRejected
+from serving.api.outputs import BadRequest, Completion, RequestFailed, RequestOutput
+from serving.api.request import EngineDead, FinishReason, QueueFull, TokenLogprobs
 from serving.api.sampling import Sampling
 from serving.api.structured_outputs import StructuredOutputs
-from serving.functions.messages import output_fields, output_of, sampling_fields, sampling_of
+from serving.functions.messages import (
+    error_fields,
+    error_of,
+    output_fields,
+    output_of,
+    sampling_fields,
+    sampling_of,
+)
 
 ENTRY = TokenLogprobs(7, -0.5, 1, {7: -0.5, 9: -1.25})
 ANSWER = RequestOutput(
@@ -52,3 +60,23 @@ def test_fields_that_are_none_of_a_sampling_are_refused():
 
 def test_answers_arrive_as_they_were():
     assert output_of(json.loads(json.dumps(output_fields(ANSWER)))) == ANSWER
+
+
+@pytest.mark.parametrize(
+    ("error", "kind", "retryable"),
+    [
+        (BadRequest("no token is left"), BadRequest, False),
+        (AdapterRejected("rank 99"), ValueError, None),  # a subclass is still the request's fault
+        (AdapterNotFound("sql", ()), KeyError, None),
+        (TypeError("not a text"), TypeError, None),
+        (RequestFailed("late", retryable=True), RequestFailed, True),
+        (RequestFailed("not finite"), RequestFailed, False),
+        (QueueFull("Full.", 1.0), RequestFailed, True),
+        (EngineDead("stopped"), RequestFailed, False),
+    ],
+)
+def test_an_error_arrives_as_the_request_s_fault_or_the_server_s(error, kind, retryable):
+    arrived = error_of(json.loads(json.dumps(error_fields(error))))
+    assert type(arrived) is kind
+    assert str(error) in str(arrived) or kind is KeyError
+    assert getattr(arrived, "retryable", None) is retryable

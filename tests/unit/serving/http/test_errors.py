@@ -5,9 +5,9 @@ from support.doubles.fake_engine import FakeEngine
 from support.processes.http_server import client_of
 
 from lora_jax.adapters.registry import AdapterNotFound
-from serving.api.request import QueueFull
+from serving.api.request import EngineDead, QueueFull
 from serving.http.app import create_app
-from serving.http.errors import ApiError, from_exception, scrub
+from serving.http.errors import ApiError, after_checks, from_exception, scrub
 
 
 @pytest.mark.parametrize(
@@ -50,6 +50,7 @@ def test_scrub_leaves_names_alone(message):
         (AdapterNotFound("x", ()), 404),
         (NotImplementedError("later"), 501),
         (QueueFull("Full.", 1.5), 429),
+        (EngineDead("The engine has stopped."), 503),
         (ApiError(418, "tea"), 418),
         (KeyError("secret"), 500),
         (MemoryError("0x7fffffff"), 500),
@@ -63,6 +64,18 @@ def test_status_map(error, status):
         assert answer.headers == {"Retry-After": "2"}
     if status == 500:
         assert answer.message == "Internal server error."
+
+
+@pytest.mark.parametrize(
+    ("error", "status"), [(ValueError("of ours"), 500), (ApiError(400, "bad_words"), 400)]
+)
+def test_a_fault_after_the_checks_is_the_server_s(error, status, caplog):
+    with pytest.raises(ApiError) as caught, after_checks():
+        raise error
+    assert caught.value.status == status
+    assert ("of ours" in caplog.text) is (status == 500)
+    with pytest.raises(OSError, match="gone"), after_checks(OSError):
+        raise OSError("gone")
 
 
 def test_messages_do_not_grow_with_the_request():

@@ -12,6 +12,7 @@ from support.waiting import wait_until
 from serving.http.answers.answers import AbstractChoices
 from serving.http.answers.streaming import EventStream, event
 from serving.http.app import create_app
+from serving.http.routes.completions import CompletionAnswer
 from serving.http.settings import HttpSettings
 from serving.http.wire.body_writer import CycleWriter
 
@@ -79,6 +80,22 @@ def test_an_error_of_the_request_itself_is_not_the_servers(client, engine, strea
     assert answer.status_code == (200 if stream else 400)
     assert (error["code"], error["type"]) == (400, "BadRequestError")
     assert (error["param"], error["message"]) == ("bad_words", "bad_words: no token is left")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_value_error_of_what_makes_the_answer_is_not_the_requests(client, monkeypatch, stream):
+    """It is like those of checks, but the request had passed them."""
+
+    def broken(self, piece):
+        raise ValueError("of ours, at /srv/x/y")
+
+    monkeypatch.setattr(CompletionAnswer, "_choice", broken)
+    answer = client.post("/v1/completions", json=BODY | {"stream": stream})
+    said = answer.text.split("\n\n")[-3].removeprefix("data: ") if stream else answer.text
+    error = json.loads(said)["error"]
+    assert answer.status_code == (200 if stream else 500)
+    assert (error["code"], error["type"]) == (500, "InternalServerError")
+    assert "ours" not in answer.text
 
 
 def test_a_client_that_goes_in_mid_stream_aborts_its_requests(client, engine):
