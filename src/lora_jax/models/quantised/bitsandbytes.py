@@ -26,6 +26,7 @@ from lora_jax.models.quantised.forms import (
     chunks,
     expect,
     finite,
+    magnitudes,
 )
 
 TABLES = {"nf4": NF4, "fp4": FP4}
@@ -45,10 +46,15 @@ class _Nested:
     offset: float
     blocksize: int
 
-    def values(self, codes: np.ndarray, first: np.ndarray) -> np.ndarray:
-        """Return the scales of codes whose flat places are `first`, in float32."""
-        scaled = self.table[codes] * self.absmax[first // self.blocksize]
-        return scaled + np.float32(self.offset)
+    def values(self, codes: np.ndarray, first: np.ndarray, name: str) -> np.ndarray:
+        """Return the scales of codes whose flat places are `first`, in float32.
+
+        Scales near 0 may come out slightly negative. ValueError names the codes' tensor if one is
+        not finite.
+        """
+        with np.errstate(over="ignore"):
+            scaled = self.table[codes] * self.absmax[first // self.blocksize]
+            return finite(scaled + np.float32(self.offset), name)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -70,10 +76,10 @@ class BitsandbytesTensor(AbstractQuantisedTensor):
             return packed >> 4 | packed << 4
         scales = self.absmax.rows(rows)
         if self.nested is None:
-            return finite(scales, self.absmax.name)
+            return magnitudes(scales, self.absmax.name)
         groups = self.absmax.shape[1]
         flat = np.array(rows)[:, None] * groups + np.arange(groups)[None]
-        return self.nested.values(scales, flat)
+        return self.nested.values(scales, flat, self.absmax.name)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -119,8 +125,8 @@ class StraddlingTensor:
         """Return float32 [blocks]."""
         stored = self.absmax.whole()
         if self.nested is None:
-            return finite(stored, self.absmax.name)
-        return self.nested.values(stored, np.arange(len(stored)))
+            return magnitudes(stored, self.absmax.name)
+        return self.nested.values(stored, np.arange(len(stored)), self.absmax.name)
 
 
 def names_of(name: str, tensors: Mapping[str, CheckpointTensor]) -> tuple[str, ...]:
@@ -224,5 +230,5 @@ def _nested(
     absmax, table = (tensors[f"{name}.{part}"] for part in _NESTED)
     expect(table, FLOAT32, (256,))
     expect(absmax, FLOAT32, (blocks,))
-    values, scales = (finite(part.whole(), part.name) for part in (table, absmax))
+    values, scales = finite(table.whole(), table.name), magnitudes(absmax.whole(), absmax.name)
     return _Nested(values, scales, float(offset), blocksize)

@@ -20,6 +20,7 @@ _SCALES = (  # what files may store scales in
     np.dtype(np.float16),
     np.dtype(ml_dtypes.float8_e8m0fnu),
 )
+_LARGEST = float(ml_dtypes.finfo(BFLOAT16).max)  # slightly less than float32's
 _CHUNK_WEIGHTS = 1 << 22  # made plain at a time
 
 
@@ -183,8 +184,28 @@ def expect_scales(stored: CheckpointTensor, shape: tuple[int, ...]) -> None:
     expect(stored, stored.dtype if stored.dtype in _SCALES else FLOAT32, shape)
 
 
-def finite(values: np.ndarray, name: str) -> np.ndarray:
-    """Return scales as they are; ValueError with the tensor's name if one is NaN or infinite."""
-    if not np.isfinite(values).all():
+def finite(values: np.ndarray, name: str, largest: float = 1.0) -> np.ndarray:
+    """Return scales as they are, of values of magnitudes up to `largest`.
+
+    Negative scales are allowed: AutoRound writes them for symmetric int4. Raises ValueError with
+    the tensor's name if one is NaN or infinite, or a product with it may be.
+    """
+    most = np.abs(values.astype(np.float32)).max(initial=0)  # NaN if one is
+    if not most <= _LARGEST:
         raise ValueError(f"{name} holds values that are not finite.")
+    if most > _LARGEST / largest:
+        raise ValueError(
+            f"{name} holds a scale of magnitude {most:g}: times {largest:g}, the largest value of "
+            f"the format, it is above {_LARGEST:g}. Write the checkpoint anew."
+        )
+    return values
+
+
+def magnitudes(values: np.ndarray, name: str) -> np.ndarray:
+    """Return scales that are magnitudes as they are; ValueError as `finite`, or if one is < 0."""
+    if (finite(values, name) < 0).any():
+        raise ValueError(
+            f"{name} holds {values.min():g}: it is the largest magnitude of a block, which is not "
+            "negative. Write the checkpoint anew."
+        )
     return values

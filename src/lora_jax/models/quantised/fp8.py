@@ -24,6 +24,7 @@ WEIGHT = "weight"
 SCALES = ("_scale_inv", "_scale")  # behind the name of the values
 UNUSED = ("input_scale", "activation_scale")  # beside it
 NAN = 127  # and 255
+LARGEST = 448.0  # value
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -116,7 +117,7 @@ def read(
         )
     *lead, d_out, d_in = stored.shape
     rows, columns = size = _block_of(found[0], stored, block)
-    scales = finite(found[0].whole(), found[0].name).astype(np.float32)
+    scales = finite(found[0].whole(), found[0].name, LARGEST).astype(np.float32)
     scales = scales.reshape(*lead, -(-d_out // rows), -(-d_in // columns))
     if not lead:
         return Fp8Tensor(name, (d_out, d_in), dtype, stored, scales, size)

@@ -52,7 +52,9 @@ class PackedInt4(AbstractQuantisedTensor):
         if part == "zeros" and self.zeros is not None:
             return self.zeros[np.array(rows)]
         if part == "scales":
-            scales = finite(self.scales.rows(rows), self.scales.name)
+            scales = finite(
+                self.scales.rows(rows), self.scales.name, max(map(abs, self.form.table))
+            )
             return scales.astype(scale_dtype(self.scales.dtype))
         return self.codes.rows(rows)
 

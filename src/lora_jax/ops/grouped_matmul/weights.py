@@ -36,7 +36,8 @@ class CodedWeight:
     half and that of column 16p + 8 + i in its high half, p < 2 and i < 8. QUADS is what word
     look-ups of AVX-512 want: of each 128 codes, 16-bit word i of 32 has that of column 32q + i in
     its bits from 4q on, q < 4. Without `zeros` nothing is subtracted; with them `table` holds
-    integers, so that the difference is exact.
+    integers, so that the difference is exact. Zeros are at most 15, which readers of checkpoints
+    see to and `check` does not, as it is called at every use and sees no values.
     """
 
     codes: Any  # uint8 [*lead, d_out, d_in / 2]
@@ -74,6 +75,8 @@ class CodedWeight:
             array = getattr(self, part)
             if array is not None and tuple(array.shape) != want:
                 raise ValueError(f"{name}: {part} {array.shape} do not fit codes, want {want}")
+        if self.zeros is not None and self.zeros.dtype != jnp.uint8:
+            raise ValueError(f"{name}: want uint8 zeros of 0 to 15, got {self.zeros.dtype}")
         if not groups or self.shape[-1] % groups or self.group_size % 2:
             raise ValueError(f"{name}: {groups} groups do not divide d_in {self.shape[-1]}")
         if self.order not in _WHOLE or self.shape[-1] % _WHOLE[self.order]:

@@ -157,6 +157,9 @@ REFUSED = {
     "nested_absmax holds values that are not finite": with_one(
         weight__nested_absmax=np.full(1, np.nan, np.float32)
     ),
+    "nested_absmax holds -1: it is the largest magnitude": with_one(
+        weight__nested_absmax=np.full(1, -1, np.float32)
+    ),
     "nf4 is not an object": lambda tensors: tensors | {STATE: np.frombuffer(b"[1, 2]", np.uint8)},
     "lacks one of quant_state.bitsandbytes__nf4|fp4": lambda tensors: (
         tensors | {STATE.replace("nf4", "fp4"): tensors[STATE]}
@@ -169,5 +172,25 @@ REFUSED = {
 @pytest.mark.parametrize("message", REFUSED)
 def test_refused_by_name(tmp_path, message):
     tensors = REFUSED[message](stored().tensors)
+    with pytest.raises(ValueError, match=re.escape(message)):
+        read(tmp_path, tensors)
+
+
+@pytest.mark.parametrize(
+    ("nested", "change", "message"),
+    [
+        (False, {"weight.absmax": -1.0}, "a.b.weight.absmax holds -1: it is the largest magnitude"),
+        (False, {"weight.absmax": np.nan}, "a.b.weight.absmax holds values that are not finite"),
+        (
+            True,
+            {"weight.nested_absmax": 3e38, "weight.nested_quant_map": 3.0},
+            "a.b.weight.absmax holds values that are not finite",
+        ),
+    ],
+)
+def test_scales_that_no_block_has_are_refused_by_name(tmp_path, nested, change, message):
+    tensors = stored(nested=nested).tensors
+    for name, value in change.items():
+        tensors[name] = np.full_like(tensors[name], value)
     with pytest.raises(ValueError, match=re.escape(message)):
         read(tmp_path, tensors)

@@ -1,5 +1,7 @@
 """Forms of quantised matrices: the values on the host are those of the device's weight."""
 
+import dataclasses
+
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
@@ -28,6 +30,10 @@ def test_coded_values_are_those_of_the_device(zeros):
     weight = form.weight({n: jnp.asarray(a) for n, a in parts.items()}, (6, 256), np.float32)
     weight.check("w")
     np.testing.assert_array_equal(np.asarray(weight.plain()), form.values(parts))
+    if zeros:
+        signed = dataclasses.replace(weight, zeros=weight.zeros.astype(jnp.int8))
+        with pytest.raises(ValueError, match="w: want uint8 zeros of 0 to 15, got int8"):
+            signed.check("w")
 
 
 def test_scaled_values_are_those_of_the_device():
@@ -48,3 +54,22 @@ def test_rows_are_made_plain_in_chunks():
     found = list(forms.chunks(range(3, 1000, 2), 1 << 20))
     assert [place for place, _ in found[:3]] == [0, 4, 8]
     assert [row for _, chunk in found for row in chunk] == list(range(3, 1000, 2))
+
+
+@pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16, ml_dtypes.float8_e8m0fnu])
+def test_scales_whose_products_overflow_are_refused_by_name(dtype):
+    """2**119 is the largest power of two whose product with 448 is a finite bfloat16."""
+    fits = np.array([[1, 2.0**119]], dtype)
+    assert forms.finite(fits, "x.scale", 448) is fits
+    with pytest.raises(ValueError, match=r"x\.scale holds a scale of magnitude .* times 448"):
+        forms.finite(np.array([[1, 2.0**120]], dtype), "x.scale", 448)
+    with pytest.raises(ValueError, match=r"x\.scale holds values that are not finite"):
+        forms.finite(np.array([1, np.nan], dtype), "x.scale")
+
+
+def test_only_magnitudes_may_not_be_negative():
+    scales = np.array([0.5, -0.25], np.float32)
+    assert forms.finite(scales, "x.scales", 8) is scales
+    with pytest.raises(ValueError, match=r"x\.absmax holds -0\.25: .* not negative"):
+        forms.magnitudes(scales, "x.absmax")
+    assert forms.magnitudes(np.zeros(0, np.float32), "x.absmax").size == 0

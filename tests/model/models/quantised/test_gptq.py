@@ -84,6 +84,19 @@ def test_scales_that_are_no_numbers_are_refused_by_name(tmp_path):
         matrix.rows_of("scales", range(2))
 
 
+def test_negative_scales_are_values_of_the_format(tmp_path):
+    """AutoRound writes them for symmetric matrices."""
+    stored = store("gptq", (16, 128), np.random.default_rng(0))
+    files, config = one_map(
+        tmp_path, "gptq", stored.tensors | {"scales": -stored.tensors["scales"]}
+    )
+    out = np.empty((16, 128), np.float32)
+    with_quantised(files, config, np.dtype(np.float32))["a.b.weight"].read(
+        (range(16), range(128)), out
+    )
+    np.testing.assert_array_equal(out, -stored.values)
+
+
 def test_an_unknown_order_of_columns_is_refused_by_name(tmp_path):
     """desc_act without g_idx, which one scale for a whole row would not need."""
     tensors = without("g_idx")(store("gptq", (16, 128), np.random.default_rng(0)).tensors)

@@ -112,11 +112,12 @@ def test_zero_points_that_change_nothing_are_taken(tmp_path):
 
 
 def test_scales_that_are_no_numbers_are_refused_by_name(tmp_path):
-    for form, wrong in (("int4", np.nan), ("mxfp4", 255)):
+    for form, wrong in (("int4", np.nan), ("int4", 1e38), ("mxfp4", 255)):
         tensors = store(form, (16, 128), np.random.default_rng(0)).tensors
         tensors["weight_scale"][3, 1] = wrong
-        (tmp_path / form).mkdir()
-        files, config = one_map(tmp_path / form, form, tensors)
+        folder = tmp_path / f"{form} {wrong}"
+        folder.mkdir()
+        files, config = one_map(folder, form, tensors)
         matrix = with_quantised(files, config, np.dtype(np.float32))["a.b.weight"]
         matrix.rows_of("scales", range(3))
         with pytest.raises(ValueError, match=r"a\.b\.weight_scale"):
