@@ -65,6 +65,7 @@ PARTS = {
     "serving/cluster/test_world_launch.py",  # of NVSHMEM
     "serving/engine/loop/test_loop_turns.py",
     "serving/engine/test_closed_engine.py",  # in whose process it was
+    "serving/engine/test_engine_adapters.py",
     "serving/engine/test_engine_answers.py",
     "serving/engine/test_feature_pairs.py",  # of all features of an engine
     "serving/functions/test_function_process_programs.py",
