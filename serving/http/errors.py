@@ -41,6 +41,8 @@ _FILE_URL = re.compile(r"file:/{1,3}[^\s'\"`,;]+")
 _ADDRESS = re.compile(r"\b0x[0-9a-fA-F]{4,}\b")
 # Fields that the engine checks, as it knows the vocabulary.
 _FIELD = re.compile(r"(logit_bias|stop_token_ids|allowed_token_ids|bad_words|logprobs)\b")
+# A field of a body in pydantic's path, which also has kinds: str, list[str], ImageUrl.
+_NAME = re.compile(r"(?!(?:str|int|float|bool|dict|list)\Z)[a-z_]{1,32}")
 _MAX_MESSAGE = 2000  # characters; a longer one would only echo the request
 
 
@@ -136,14 +138,20 @@ def from_validation(error: ValidationError | RequestValidationError) -> ApiError
     """Name each wrong field and what it should be; values are never repeated."""
     fields: dict[str, list[str]] = {}
     for item in _details(error):
-        where = [str(part) for part in item["loc"][:1]]
-        where += [str(part) for part in item["loc"][1:2] if isinstance(part, int)]
-        texts = fields.setdefault(".".join(where) or "body", [])
+        texts = fields.setdefault(_place(item["loc"]) or "body", [])
         if item["msg"] not in texts and len(texts) < 3:
             texts.append(item["msg"])
     shown = [f"{field}: {' / '.join(texts)}" for field, texts in list(fields.items())[:5]]
     first = next(iter(fields), "body")
     return ApiError(400, "; ".join(shown), param=None if first == "body" else first.split(".")[0])
+
+
+def _place(location: Sequence[int | str]) -> str:
+    """Return a field's path: `messages.0.role`. Kinds of a union and keys of callers stay out."""
+    first, index, rest = location[:1], location[1:2], location[1:]
+    where = [*first, *(part for part in index if isinstance(part, int))]
+    where += [part for part in rest if isinstance(part, str) and _NAME.fullmatch(part)]
+    return ".".join(map(str, where))
 
 
 def json_error(error: ValidationError) -> ApiError | None:

@@ -47,7 +47,9 @@ async def read_prompts(
     if isinstance(items[0], int):
         items = [items]
     if len(items) > MAX_PROMPTS:
-        raise ApiError(400, f"{field} has {len(items)} entries of {MAX_PROMPTS}.", param=field)
+        raise ApiError(
+            400, f"{field} must have at most {MAX_PROMPTS} entries, got {len(items)}.", param=field
+        )
     bounds = Bounds.of(engine)
     prompts, room = [], max(_MAX_ALL_TOKENS, bounds.context)
     most = bounds.context if truncation is None else bounds.tokens

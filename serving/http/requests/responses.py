@@ -28,16 +28,18 @@ _ELSEWHERE = {
     "logprobs": f"include: [{LOGPROBS!r}]",
     "n": "several requests",
 }
-# Fields of the API that need what this server does not have, and values that ask for nothing.
-_REFUSED: dict[str, tuple[Any, ...]] = {
-    "previous_response_id": (),
-    "conversation": (),
-    "prompt": (),
-    "store": (False,),
-    "background": (False,),
-    "truncation": ("disabled",),
-    "context_management": ([],),
-    "moderation": (),
+_NOT_KEPT = "no response is kept; "
+# Fields of the API that need what this server does not have: values that ask for nothing, and what
+# to send in place of others.
+_REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
+    "previous_response_id": ((), f"{_NOT_KEPT}send the whole conversation as input"),
+    "conversation": ((), f"{_NOT_KEPT}send the whole conversation as input"),
+    "prompt": ((), "no prompts are kept; send the text as instructions or input"),
+    "store": ((False,), f"{_NOT_KEPT}leave it out or send false"),
+    "background": ((False,), f"{_NOT_KEPT}leave it out, and read the answer or its stream"),
+    "truncation": (("disabled",), "an input that is too long is refused; leave items out of it"),
+    "context_management": (([],), f"{_NOT_KEPT}send the input that the model should read"),
+    "moderation": ((), "the server has no moderation; leave it out"),
 }
 _PASSED = ("model", "temperature", "top_p", "parallel_tool_calls", "stream")
 _WORD = re.compile(
@@ -97,13 +99,15 @@ def _error(param: str, text: str) -> ApiError:
 def _refuse(body: ResponsesBody) -> None:
     """Raise for fields that ask for what is not served."""
     extra = body.model_extra or {}
-    for name, harmless in _REFUSED.items():
+    for name, (harmless, instead) in _REFUSED.items():
         value = getattr(body, name, None)
         if value is not None and not any(type(h) is type(value) and h == value for h in harmless):
-            raise _error(name, "is not supported: this server keeps no responses and no tools")
+            raise _error(name, f"is not supported: {instead}")
     for name, replacement in _ELSEWHERE.items():
         if extra.get(name) is not None:
             raise _error(name, f"is not a field of responses; use {replacement}")
+    if body.max_output_tokens == 0:
+        raise _error("max_output_tokens", "must be at least 1, got 0")
     for name in body.include or ():
         if name != LOGPROBS:
             raise _error("include", f"has {name[:64]!r}; only {LOGPROBS!r} is supported")

@@ -94,7 +94,7 @@ def template_calls(index: int, given: Any) -> list[dict[str, Any]]:
 def _tools(body: ChatBody) -> list[dict[str, Any]]:
     tools = body.tools or []
     if len(tools) > MAX_TOOLS:
-        raise _error("tools", f"has {len(tools)} entries of {MAX_TOOLS}")
+        raise _error("tools", f"must have at most {MAX_TOOLS} entries, got {len(tools)}")
     names = set()
     for index, tool in enumerate(tools):
         function = tool.get("function")

@@ -72,7 +72,8 @@ async def load(
     except AdapterRejected as error:
         raise ApiError(400, str(error), type="InvalidUserInput") from None
     if not path or "\0" in path:
-        raise ApiError(400, "lora_path must not be empty.", type="InvalidUserInput")
+        why = "lora_path must not be empty, and not contain a NUL character."
+        raise ApiError(400, why, type="InvalidUserInput")
     registry = server.engine.registry
     try:
         async with server.changing:

@@ -1,13 +1,17 @@
 """Exceptions become statuses, and their messages lose directories and addresses."""
 
+import json
+
 import pytest
+from pydantic import ValidationError
 from support.doubles.fake_engine import FakeEngine
 from support.processes.http_server import client_of
 
 from lora_jax.adapters.registry import AdapterNotFound
 from serving.api.request import EngineDead, QueueFull
 from serving.http.app import create_app
-from serving.http.errors import ApiError, after_checks, from_exception, scrub
+from serving.http.errors import ApiError, after_checks, from_exception, from_validation, scrub
+from serving.http.requests.protocol import ChatBody, CompletionBody
 
 
 @pytest.mark.parametrize(
@@ -114,3 +118,31 @@ def test_a_field_that_the_engine_checks_is_named():
     error = from_exception(ValueError("stop_token_ids token id must be in [0, 9], got 10."))
     assert (error.status, error.param) == (400, "stop_token_ids")
     assert from_exception(ValueError("logprobsy")).param is None
+
+
+@pytest.mark.parametrize(
+    ("model", "body", "said"),
+    [
+        (ChatBody, {"messages": [{}]}, "messages.0.role: Field required"),
+        (ChatBody, {"messages": [{"role": 5}]}, "messages.0.role: Input should be a valid string"),
+        (
+            ChatBody,
+            {"messages": [{"role": "user", "content": 5}]},
+            "messages.0.content: Input should be a valid string / Input should be a valid array",
+        ),
+        (
+            CompletionBody,
+            {"stream_options": {"include_usage": "x"}},
+            "stream_options.include_usage: Input should be a valid boolean",
+        ),
+        (CompletionBody, {"stop_token_ids": ["x"]}, "stop_token_ids.0: Input should be a valid in"),
+        (CompletionBody, {"logit_bias": {"1": "x"}}, "logit_bias: Input should be a valid number"),
+        (CompletionBody, {"stop": 5}, "stop: Input should be a valid string / Input should be a v"),
+    ],
+)
+def test_a_wrong_field_has_its_whole_path(model, body, said):
+    with pytest.raises(ValidationError) as caught:
+        model.model_validate_json(json.dumps(body))
+    error = from_validation(caught.value)
+    assert error.message.startswith(said)
+    assert error.param == next(iter(body))

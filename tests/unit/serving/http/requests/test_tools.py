@@ -81,7 +81,7 @@ def function(**fields):
         (function(name="x", parameters={"type": "string"}), "tools.0.function.parameters"),
         ({"tools": [{"type": "search"}]}, "tools.0 must be of type function"),
         ({"tools": [STOP, STOP], "tool_choice": "none"}, "two functions of the name 'stop'"),
-        ({"tools": [STOP] * 129}, "129 entries of 128"),
+        ({"tools": [STOP] * 129}, "at most 128 entries, got 129"),
         (function(name="x", parameters={"not": {}}) | {"tool_choice": "required"}, "Unimplemented"),
         ({"tool_choice": "required", "response_format": {"type": "json_object"}}, "exclude"),
         ({"messages": [{"role": "assistant", "tool_calls": [{}]}], "tool_choice": "none"}, "names"),

@@ -168,13 +168,15 @@ def test_an_abort_is_an_incomplete_response(saying):
         ({"model": "nobody"}, "`nobody` does not exist"),
         ({"max_output_tokens": 10**6}, "max_output_tokens is too large"),
         ({"max_output_tokens": 0.5}, "max_output_tokens"),
+        ({"max_output_tokens": 0}, "max_output_tokens must be at least 1, got 0."),
         ({"input": "x" * 999}, "exceeds model's maximum context length"),
         ({"tools": TOOLS}, "--enable-auto-tool-choice"),
         ({"tools": [{"type": "function"}], "tool_choice": "none"}, "tools.0.name must have"),
         ({"text": {"format": {"type": "json_schema"}}}, "text.format.schema must be"),
         ({"text": {"format": {"type": "yaml"}}}, "text.format.type must be one of"),
         ({"vllm_xargs": {"x": 1}}, "vllm_xargs is not supported"),
-        ({"store": True}, "store is not supported"),
+        ({"store": True}, "store is not supported: no response is kept; leave it out"),
+        ({"truncation": "auto"}, "truncation is not supported: an input that is too long is ref"),
     ],
 )
 def test_bad_bodies_name_the_field(client, body, text):
