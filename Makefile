@@ -99,7 +99,7 @@ test-gpu: .venv/.dev  ## on a machine with an NVIDIA GPU
 	$(BIN)/python -m pytest -m "gpu or multigpu"
 
 test-aot: .venv/.dev .cache/aot/.cuda .cache/aot/.tpu-$(LIBTPU_VERSION)  ## compile for GPU and TPU on any machine, and read the report
-	PYTHONPATH=.cache/aot/cuda:.cache/aot/tpu $(BIN)/python -m pytest -n 2 $(BY_FILE) -m aot tests/kernels/aot tests/kernels/cuda_backend/test_ffi.py tests/hardware/cuda_backend/test_toolkit.py
+	PYTHONPATH=.cache/aot/cuda:.cache/aot/tpu $(BIN)/python -m pytest -n 2 $(BY_FILE) -m aot tests/kernels/aot tests/kernels/cuda_backend/test_ffi.py tests/kernels/cuda_backend/test_machine_code.py tests/hardware/cuda_backend/test_toolkit.py
 
 test-ascend: .venv/.dev .cache/ascend/.wheels  ## Ascend without an NPU: wheels, triton-ascend's interpreter
 	PYTHONPATH=.cache/ascend/wheels TORCH_DEVICE_BACKEND_AUTOLOAD=0 \
