@@ -13,6 +13,7 @@ _OPTIONS = ("disable_any_whitespace", "whitespace_pattern")
 # Thoughts before the structure, which end with </think>: none, those that the prompt opens, those
 # that <think> opens where there are any, those that need no tag to begin.
 NO_THOUGHTS, OPENED, OPTIONAL, ALWAYS = THOUGHTS = ("", "opened", "optional", "always")
+LONE_BACKSLASH = "ends with a backslash that escapes nothing: write two for a backslash"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,11 +74,14 @@ class StructuredOutputs:
         if not isinstance(value, Mapping):
             raise ValueError("structured_outputs must be an object with one of " + _LISTED)
         fields = {field.name for field in dataclasses.fields(cls) if field.init} - {"thoughts"}
-        unknown = next((name for name in value if name not in fields), None)
+        # Others may say that nothing is asked for, as vLLM's whole object does.
+        others = (n for n, item in value.items() if item is not None and item is not False)
+        unknown = next((name for name in others if name not in fields), None)
         if unknown is not None:
             shown = f"{unknown!r:.60}"
             raise ValueError(f"structured_outputs.{shown} is not supported; there are {_LISTED}")
-        return cls(**{name: item for name, item in value.items() if item is not None})
+        given = {name: item for name, item in value.items() if item is not None and name in fields}
+        return cls(**given)
 
 
 _LISTED = f"{', '.join((*KINDS, *_OPTIONS))}."
@@ -85,7 +89,10 @@ _LISTED = f"{', '.join((*KINDS, *_OPTIONS))}."
 
 def _text_of(kind: str, value: Any) -> str:
     if kind in ("regex", "grammar"):
-        return _checked_text(kind, value)
+        text = _checked_text(kind, value)
+        if kind == "regex" and ends_in_escape(text):
+            raise ValueError(f"structured_outputs.regex {LONE_BACKSLASH}.")
+        return text
     if kind == "json_object":
         if value is not True:
             raise ValueError("structured_outputs.json_object must be true.")
@@ -109,6 +116,11 @@ def _text_of(kind: str, value: Any) -> str:
         raise ValueError(f"structured_outputs.{kind} must hold JSON values only.") from None
 
 
+def ends_in_escape(regex: str) -> bool:
+    """Return whether a regex ends with a backslash that escapes nothing: llguidance drops it."""
+    return (len(regex) - len(regex.rstrip("\\"))) % 2 == 1
+
+
 def _checked_text(kind: str, value: object) -> str:
     if not isinstance(value, str) or not value:
         raise ValueError(f"structured_outputs.{kind} must be a text that is not empty.")
@@ -122,8 +134,8 @@ def _checked_text(kind: str, value: object) -> str:
 def _choices(value: object) -> list[str]:
     if isinstance(value, str) or not isinstance(value, Sequence) or not value:
         raise ValueError("structured_outputs.choice must be a list of texts that is not empty.")
-    for item in value:
-        _checked_text("choice", item)
+    for index, item in enumerate(value):
+        _checked_text(f"choice.{index}", item)
     return list(value)
 
 

@@ -15,7 +15,7 @@ from typing import Any, TextIO
 from llguidance import LLMatcher, LLTokenizer
 
 from serving.api.structured_outputs import StructuredOutputs
-from serving.text.structured.grammar_text import grammar_text
+from serving.text.structured.grammar_text import OPTIONS, grammar_text
 from serving.text.structured.vocabulary import Vocabulary, parser_limits
 
 STACK_BYTES = 1 << 20  # of the thread that tries; those of the engine have twice that at least
@@ -23,6 +23,8 @@ MEMORY_BYTES = 512 << 20  # address space beside what the tokenizer takes
 _TOKENS_TRIED = 32
 _GET_DUMPABLE, _SET_DUMPABLE = 3, 4  # of prctl
 _NO_EXTENSION = "NoExtension"  # llguidance's word for the end of a grammar
+# Its advice for oneOf; no request sets options.
+_UNKNOWN_OPTION = "Enable 'coerce_one_of' option to approximate oneOf with anyOf"
 _PANIC, _BACKTRACE = "panic: ", "<backtrace>"  # its words around a check of its own that failed
 
 
@@ -32,7 +34,9 @@ def try_grammar(outputs: StructuredOutputs, tokenizer: LLTokenizer) -> dict[str,
     try:
         text = grammar_text(outputs)
     except ValueError as error:
-        return {"refused": _shown(str(error))}
+        why = str(error)
+        is_named = why.startswith(("structured_outputs", "structural_tag"))
+        return {"refused": _shown(why) if is_named else _named(outputs.kind, why)}
     limits = parser_limits()
     matcher = LLMatcher(tokenizer, text, log_level=0, limits=limits)
     if matcher.is_error():
@@ -68,7 +72,8 @@ def _shown(why: str) -> str:
     if frames:
         why = f"llguidance cannot compile it: {why.removeprefix(_PANIC).strip()}."
     lines = [line for line in why.splitlines() if line.strip() and line != "<non-verbose/>"]
-    text = "\n".join(lines)
+    text = "\n".join(line for line in lines if not line.endswith(f"| {OPTIONS.strip()}"))
+    text = text.replace(_UNKNOWN_OPTION, "Use anyOf")
     return text if len(text) <= 500 else text[:500] + "..."
 
 

@@ -1,11 +1,12 @@
 """Grammar texts for llguidance: each kind of structure as the set of answers that it allows."""
 
 import json
+import re
 from collections.abc import Mapping
 from typing import Any
 
 from llguidance import LLMatcher, StructTag
-from llguidance.gbnf_to_lark import any_to_lark
+from llguidance.gbnf_to_lark import gbnf_to_lark
 
 from serving.api.structured_outputs import StructuredOutputs
 from serving.text.structured.lark_options import checked_lark
@@ -14,11 +15,12 @@ from serving.text.structured.real_dates import with_real_dates
 # A space, or a line break with an indent: a model that is unsure may write blanks without end.
 WHITESPACE = r"\x20|\r?\n(\x20{0,32}|\t{0,8})"
 MAX_TAGS = 256
+_GBNF = re.compile(r"^[ \t]*[\w-]++[ \t]*+::=", re.MULTILINE)  # a rule; Lark has a colon alone
 
 # The model chooses the tokens of a text that the grammar leaves no choice of. Otherwise the library
 # asks Python for the tokens of such a text and allows no others: a call within many masks, which
 # needs the interpreter's lock.
-_OPTIONS = '%llguidance {"no_forcing": true}\n'
+OPTIONS = '%llguidance {"no_forcing": true}\n'
 
 
 # Of StructuredOutputs.thoughts. The tags are text: a tokenizer may have tokens for them or not.
@@ -46,16 +48,16 @@ def grammar_text(outputs: StructuredOutputs) -> str:
     if outputs.thoughts:
         return _after_thoughts(text, _BEFORE[outputs.thoughts])
     if not text.startswith("{"):
-        return _OPTIONS + text
+        return f"{text}\n{OPTIONS}"  # behind it, so that errors name the client's own lines
     (bound,) = json.loads(text)["grammars"]  # Lark alone has options, and sets them for all
-    start = {"name": "start", "lark_grammar": f"{_OPTIONS}start: @{bound['name']}"}
+    start = {"name": "start", "lark_grammar": f"{OPTIONS}start: @{bound['name']}"}
     return json.dumps({"grammars": [start, bound]})
 
 
 def _after_thoughts(text: str, start: str) -> str:
     """Return the grammar of answers that begin as the rule `start` says."""
     bound = json.loads(text)["grammars"][0] if text.startswith("{") else {"lark_grammar": text}
-    first = {"name": "start", "lark_grammar": f"{_OPTIONS}{start}{_THOUGHTS}"}
+    first = {"name": "start", "lark_grammar": f"{OPTIONS}{start}{_THOUGHTS}"}
     return json.dumps({"grammars": [first, {**bound, "name": "structure"}]})
 
 
@@ -93,8 +95,10 @@ def _of_schema(schema: str, options: Any) -> str:
 
 
 def _as_lark(text: str) -> str:
+    if not _GBNF.search(text):
+        return text
     try:
-        return any_to_lark(text)
+        return gbnf_to_lark(text)
     except Exception as error:  # the converter raises plain ones too
         raise ValueError(f"structured_outputs.grammar: {str(error)[:300]}") from None
 

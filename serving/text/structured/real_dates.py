@@ -3,6 +3,8 @@
 from collections.abc import Mapping
 from typing import Any
 
+from serving.api.structured_outputs import LONE_BACKSLASH, ends_in_escape
+
 _LEAP_YEAR = (
     "(?:[0-9]{2}(?:0[48]|[2468][048]|[13579][26])|(?:[02468][048]|[13579][26])00)"  # as 2024, 2000
 )
@@ -27,8 +29,10 @@ def with_real_dates(schema: Mapping[str, Any]) -> dict[str, Any]:
     """Return a schema whose formats date, date-time and time allow those alone that exist.
 
     Each of them gets a pattern beside it. What is no schema, such as an enum, stays as it is.
+    Raises ValueError for a pattern of which llguidance would drop the end.
     """
     new = dict(schema)
+    _check_patterns(new)
     for name in _BY_NAME:
         if isinstance(inner := new.get(name), Mapping):
             new[name] = {key: _inner(value) for key, value in inner.items()}
@@ -46,6 +50,14 @@ def with_real_dates(schema: Mapping[str, Any]) -> dict[str, Any]:
         others = new.get("allOf", ())
         new["allOf"] = [*(others if isinstance(others, list) else ()), {"pattern": pattern}]
     return new
+
+
+def _check_patterns(schema: Mapping[str, Any]) -> None:
+    names = schema.get("patternProperties")
+    for field, given in (("pattern", [schema.get("pattern")]), ("patternProperties", names)):
+        for regex in given or ():
+            if isinstance(regex, str) and ends_in_escape(regex):
+                raise ValueError(f"{field} {regex[-40:]!r} {LONE_BACKSLASH}.")
 
 
 def _inner(value: Any) -> Any:

@@ -56,13 +56,17 @@ def test_everything_that_changes_the_answer_changes_the_digest():
         ({"json": '"' + "a" * MAX_GRAMMAR_CHARS + '"'}, "at most"),
         ({"choice": []}, "structured_outputs.choice"),
         ({"choice": "ab"}, "structured_outputs.choice"),
-        ({"choice": ["a", 1]}, "structured_outputs.choice"),
-        ({"choice": [""]}, "structured_outputs.choice"),
+        ({"choice": ["a", 1]}, "structured_outputs.choice.1 must be a text"),
+        ({"choice": [""]}, "structured_outputs.choice.0 must be a text"),
+        ({"regex": "a\\"}, "ends with a backslash that escapes nothing"),
+        ({"regex": "\\\\\\"}, "ends with a backslash that escapes nothing"),
         ({"grammar": 3}, "structured_outputs.grammar"),
         ({"json_object": "yes"}, "json_object must be true"),
         ({"regex": "a", "disable_any_whitespace": 1}, "disable_any_whitespace"),
         ({"guided_json": {}}, "'guided_json' is not supported"),
         ({"regex": "a", "backend": "x"}, "'backend' is not supported"),
+        ({"regex": "a", "disable_fallback": True}, "'disable_fallback' is not supported"),
+        ({"regex": "a", "thoughts": "opened"}, "'thoughts' is not supported"),
     ],
 )
 def test_bad_structures_are_refused_by_name(fields, named):
@@ -70,6 +74,13 @@ def test_bad_structures_are_refused_by_name(fields, named):
         StructuredOutputs.of(fields)
     assert named in str(caught.value)
     assert len(str(caught.value)) < 400
+
+
+def test_fields_that_ask_for_nothing_are_left_out():
+    """As in the whole object of a vLLM client."""
+    off = {"disable_fallback": False, "disable_additional_properties": False, "_backend": None}
+    given = {"regex": "a\\\\", "json": None, "disable_any_whitespace": False} | off
+    assert StructuredOutputs.of(given) == StructuredOutputs(regex="a\\\\")
 
 
 def test_sampling_takes_an_object_with_the_fields():

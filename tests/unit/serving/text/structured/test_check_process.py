@@ -27,6 +27,12 @@ def test_a_structure_becomes_a_text_and_its_size(tokenizer):
         ({"json": {"not": {}}}, 'structured_outputs.json: Unimplemented keys: ["not"]'),
         ({"json": {"$ref": "#"}}, "structured_outputs.json: no answer fits."),
         ({"json": {"enum": []}}, "structured_outputs.json"),
+        ({"json": {"minimum": 10**400}}, "structured_outputs.json: number out of range"),
+        ({"json": {"pattern": "a\\"}}, "structured_outputs.json: pattern 'a"),
+        (
+            {"json": {"oneOf": [{"type": "string"}, {"type": "string"}]}},
+            "structured_outputs.json: oneOf constraints are not supported. Use anyOf",
+        ),
         ({"grammar": "???"}, "structured_outputs.grammar"),
         ({"structural_tag": {"triggers": []}}, "structural_tag.structures"),
     ],
@@ -34,6 +40,16 @@ def test_a_structure_becomes_a_text_and_its_size(tokenizer):
 def test_a_refusal_says_why(tokenizer, fields, why):
     answer = check_process.try_grammar(StructuredOutputs(**fields), tokenizer)
     assert answer["refused"].startswith(why)
+
+
+def test_a_refusal_shows_the_client_s_lines_only(tokenizer):
+    grammar = StructuredOutputs(grammar='start: MISSING\nb: "x"')
+    assert check_process.try_grammar(grammar, tokenizer)["refused"].splitlines() == [
+        'structured_outputs.grammar: at 1(8): unknown name: "MISSING"',
+        "   1 | start: MISSING",
+        "              ^",
+        '   2 | b: "x"',
+    ]
 
 
 def test_a_panic_of_the_library_is_told_without_its_backtrace(tokenizer):

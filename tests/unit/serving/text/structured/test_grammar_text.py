@@ -1,6 +1,7 @@
 """Each kind of structure becomes the grammar of exactly its answers."""
 
 import json
+import time
 
 import numpy as np
 import pytest
@@ -174,8 +175,34 @@ def test_bad_tags_are_refused_by_name(change, named):
 
 
 def test_a_grammar_that_is_none():
-    with pytest.raises(ValueError, match=r"structured_outputs\.grammar"):
-        grammar_text(StructuredOutputs(grammar="???"))
+    with pytest.raises(ValueError, match=r"structured_outputs\.grammar: No 'root' rule found"):
+        grammar_text(StructuredOutputs(grammar='start ::= "a"'))
+
+
+@pytest.mark.parametrize(
+    ("text", "grammar"),
+    [
+        ("a", '?start: word\n?word: "a"'),
+        ("::=", 'start: "::="'),
+        ("a", '\n  root ::= word\nword ::= "a"'),
+        ("a", 'root\t::= "a"'),
+    ],
+)
+def test_only_a_rule_of_gbnf_makes_a_grammar_gbnf(fits, text, grammar):
+    assert fits(text, grammar=grammar)
+
+
+@pytest.mark.parametrize("text", ["\n" * 100_000, "a" * 100_000, "a\n" * 50_000, "a- " * 30_000])
+def test_the_syntax_of_a_long_text_is_found_at_once(text):
+    began = time.monotonic()
+    assert grammar_text(StructuredOutputs(grammar=text)).startswith(text)
+    assert time.monotonic() - began < 5
+
+
+def test_errors_count_the_client_s_own_lines():
+    text = grammar_text(StructuredOutputs(grammar="start: a\na: MISSING"))
+    matcher = LLMatcher(vocabulary().tokenizer(), text, log_level=0)
+    assert matcher.get_error().startswith('at 2(4): unknown name: "MISSING"')
 
 
 JSON = '{"a":1}'

@@ -87,3 +87,19 @@ def test_what_is_no_schema_stays_and_the_schema_itself_too():
     with_real_dates({"items": DATE})
     assert json.dumps(given) == before
     assert "pattern" not in DATE
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"pattern": "a\\"},
+        {"properties": {"x": {"items": {"pattern": "\\\\\\"}}}},
+        {"patternProperties": {"a\\": {}}},
+    ],
+)
+def test_a_pattern_that_would_lose_its_end_is_refused(schema):
+    """llguidance drops a backslash at the end, and other answers would fit."""
+    with pytest.raises(ValueError, match="ends with a backslash that escapes nothing"):
+        with_real_dates(schema)
+    fine = {"pattern": "a\\\\", "const": {"pattern": "a\\"}, "properties": {"pattern": {}}}
+    assert with_real_dates(fine) == fine
