@@ -123,12 +123,15 @@ def from_exception(error: Exception) -> ApiError:
 def after_checks(*others: type[Exception]) -> Iterator[None]:
     """Log what is raised here and make it an ApiError 500, except ApiErrors and `others`.
 
-    The request has been checked by then: not even a ValueError means that it is at fault.
+    The request has been checked by then: not even a ValueError means that it is at fault. An engine
+    that has stopped is a 503, as before the checks.
     """
     try:
         yield
     except (ApiError, *others):
         raise
+    except EngineDead as error:
+        raise from_exception(error) from error
     except Exception as error:
         logger.exception("Unexpected error while making an answer.")
         raise from_exception(RuntimeError(str(error))) from error

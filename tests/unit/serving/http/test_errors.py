@@ -71,7 +71,8 @@ def test_status_map(error, status):
 
 
 @pytest.mark.parametrize(
-    ("error", "status"), [(ValueError("of ours"), 500), (ApiError(400, "bad_words"), 400)]
+    ("error", "status"),
+    [(ValueError("of ours"), 500), (ApiError(400, "bad_words"), 400), (EngineDead("it"), 503)],
 )
 def test_a_fault_after_the_checks_is_the_server_s(error, status, caplog):
     with pytest.raises(ApiError) as caught, after_checks():
