@@ -6,6 +6,7 @@ The bounds are vLLM's where it has any; the others keep one request from delayin
 import dataclasses
 import hashlib
 from collections.abc import Mapping, Sequence
+from typing import Self
 
 from serving.api.structured_outputs import StructuredOutputs
 
@@ -23,6 +24,15 @@ MAX_INT32 = 2**31 - 1
 GREEDY_TEMPERATURE = 1e-5  # below it the most likely token is taken
 MIN_TEMPERATURE = 1e-2  # smaller ones overflow float32; vLLM raises them to this, and so do we
 MIN_TOP_P = 2.0**-126  # smaller ones are 0 on the device, where not even the likeliest token stays
+
+# What vLLM's None means.
+_WITHOUT = {
+    "max_tokens": MAX_INT32,
+    "stop": (),
+    "stop_token_ids": (),
+    "logit_bias": {},
+    "bad_words": (),
+}
 
 
 def _shown(value: object) -> str:
@@ -119,12 +129,13 @@ def _check_logit_bias(value: object) -> dict[int, float]:
 class Sampling:
     """Sampling of one request; a value out of bounds is a ValueError naming field and range.
 
-    `top_k` 0 or -1 and `top_p` 1 mean off. `max_tokens` 0 scores the prompt only and so needs
-    `echo` or `prompt_logprobs`. Without a `seed` the engine draws one per request.
-    `structured_outputs` may be an object with vLLM's fields: the answer follows the structure and
-    ends with it. `min_tokens` and `ignore_eos` delay the end only if the structure allows more
-    text. An answer consists of `allowed_token_ids` only and never completes one of `bad_words`;
-    both work with all other parameters.
+    `top_k` 0 or -1 and `top_p` 1 mean off. `max_tokens` None is what the context holds, as is a
+    larger number; 0 scores the prompt only and so needs `echo` or `prompt_logprobs`. None means no
+    entry in `stop`, `stop_token_ids`, `logit_bias` and `bad_words`. Without a `seed` the engine
+    draws one per request. `structured_outputs` may be an object with vLLM's fields: the answer
+    follows the structure and ends with it. `min_tokens` and `ignore_eos` delay the end only if the
+    structure allows more text. An answer consists of `allowed_token_ids` only and never completes
+    one of `bad_words`; both work with all other parameters.
     """
 
     max_tokens: int = 16
@@ -152,7 +163,20 @@ class Sampling:
     allowed_token_ids: tuple[int, ...] | None = None
     bad_words: tuple[str, ...] = ()
 
+    def __new__(cls, *args: object, **fields: object) -> Self:
+        del args
+        unknown = next((name for name in fields if name not in cls.__dataclass_fields__), None)
+        if unknown is not None:
+            raise TypeError(
+                f"Sampling has no field {unknown[:64]!r}. docs/how-to/from-vllm-llm.md says what "
+                "becomes of those of vllm.SamplingParams."
+            )
+        return super().__new__(cls)
+
     def __post_init__(self) -> None:
+        for field, nothing in _WITHOUT.items():
+            if getattr(self, field) is None:
+                self._set(**{field: nothing})
         if self.structured_outputs is not None:
             self._set(structured_outputs=StructuredOutputs.of(self.structured_outputs))
         self._check_lengths()

@@ -21,7 +21,12 @@ from serving.api.sampling import Sampling
 from serving.engine.adapter_info import AdapterInfo
 from serving.engine.engine import Engine, Piece
 from serving.engine.inputs.batch import shown_name
-from serving.engine.inputs.chat_prompts import CHAT_OPTIONS, Conversation, chat_prompts
+from serving.engine.inputs.chat_prompts import (
+    ASYNC_OPTIONS,
+    Conversation,
+    chat_prompts,
+    taken_options,
+)
 from serving.engine.inputs.generate_arguments import Adapter, Prompt, adapter_and_sampling
 from serving.engine.inputs.single_prompt import SinglePrompt, single_prompt
 from serving.runtime.mailbox import Inbox, Mailbox
@@ -124,14 +129,16 @@ class AsyncEngine:
         `options` are add_generation_prompt and the others of `Engine.chat`, and `generate`'s.
         """
         engine = self.engine
-        of_chats = {name: options.pop(name) for name in CHAT_OPTIONS if name in options}
+        of_chats = taken_options(options, "AsyncEngine.chat", ASYNC_OPTIONS)
         vllm = (options.get(name) for name in ("sampling_params", "lora_request"))
         named, _ = adapter_and_sampling(options.get("adapter"), sampling, *vllm)
         tokenizer_of = functools.partial(engine.tokenizer_of, session=options.get("session"))
-        (prompt,) = await asyncio.to_thread(
+        prompts = await asyncio.to_thread(
             chat_prompts, tokenizer_of, engine.images, messages, named, **of_chats
         )
-        outputs = self.generate(prompt, sampling, request_id, **options)
+        if len(prompts) != 1:
+            raise ValueError(f"AsyncEngine.chat takes one conversation, got {len(prompts)}.")
+        outputs = self.generate(prompts[0], sampling, request_id, **options)
         try:
             async for output in outputs:
                 yield output

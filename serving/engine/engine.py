@@ -25,7 +25,7 @@ from serving.engine.admission import Admission
 from serving.engine.classification import HEAD_SAMPLING, Classification, classified
 from serving.engine.images.front import ImageFront
 from serving.engine.inputs.batch import Batch
-from serving.engine.inputs.chat_prompts import CHAT_OPTIONS, Messages, chat_prompts
+from serving.engine.inputs.chat_prompts import Messages, chat_prompts, taken_options
 from serving.engine.inputs.engine_arguments import adapters_of, config_of
 from serving.engine.inputs.generate_arguments import (
     Adapter,
@@ -201,9 +201,9 @@ class Engine:
 
         A message's content is a text or a list of parts: {"type": "text", "text": ...} and {"type":
         "image", "image": ...} with an image as `generate` takes it. `options` and errors are those
-        of `generate`; further options those of `chat_prompts`, such as add_generation_prompt.
+        of `generate`; further options those of `chat_prompts`: add_generation_prompt, tools, ...
         """
-        chat_options = {name: options.pop(name) for name in CHAT_OPTIONS if name in options}
+        chat_options = taken_options(options)
         vllm = (options.get(name) for name in ("sampling_params", "lora_request"))
         named, _ = adapter_and_sampling(adapter, sampling, *vllm)
         tokenizer_of = functools.partial(self.tokenizer_of, session=options.get("session"))

@@ -7,6 +7,7 @@ the answer but is not implemented is refused by name (see `refused_fields`).
 from typing import Annotated, Any, TypeVar
 
 from pydantic import (
+    AfterValidator,
     BaseModel,
     BeforeValidator,
     ConfigDict,
@@ -19,6 +20,8 @@ from pydantic_core import PydanticCustomError
 from serving.api.sampling import MAX_LOGIT_BIAS
 
 MAX_PROMPTS = 1024
+_MAX_SALT = 128  # characters
+_OUT_OF_SALTS = frozenset("@/\\\0")
 _MAX_NAME = 4096  # characters; a path may be so long
 Name = Annotated[str, StringConstraints(max_length=_MAX_NAME)]
 # A list whose check ends at the first wrong entry: pydantic makes an error for each otherwise.
@@ -46,10 +49,18 @@ def _one_name(value: Any) -> Any:
     return value
 
 
+def _checked_salt(value: str) -> str:
+    if not 1 <= len(value) <= _MAX_SALT or not _OUT_OF_SALTS.isdisjoint(value):
+        raise PydanticCustomError(
+            "salt",
+            "must have 1 to {most} characters, none of them @, /, \\ or NUL; base64 for URLs fits",
+            {"most": _MAX_SALT},
+        )
+    return value
+
+
 Biases = Annotated[dict[str, float], BeforeValidator(_few)]
-CacheSalt = Annotated[
-    str, StringConstraints(min_length=1, max_length=128, pattern=r"^[^@/\\\x00]+$")
-]
+CacheSalt = Annotated[str, AfterValidator(_checked_salt)]
 
 
 class Body(BaseModel):

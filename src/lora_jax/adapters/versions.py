@@ -28,6 +28,8 @@ def is_of(name: str, adapters: Collection[str]) -> bool:
 
 def check_name(name: str) -> None:
     """Raise AdapterRejected unless the registry may hold this name."""
+    if not isinstance(name, str):
+        raise AdapterRejected(f"The adapter name must be a text, got {type(name).__name__}.")
     if not FULL_NAME.fullmatch(name):
         raise AdapterRejected(
             f"The adapter name {name[:80]!r} is not 1 to 64 letters, digits, '.', '_' or '-' "

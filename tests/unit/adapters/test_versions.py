@@ -24,3 +24,8 @@ GAMES += ["sql@" + "v" * 65, "s" * 65 + "@v1", "sql@v1\0", "sql@%40", "sql＠v1"
 def test_games_with_the_sign_are_refused(name):
     with pytest.raises(AdapterRejected, match="NAME@VERSION"):
         check_name(name)
+
+
+def test_a_name_is_a_text():
+    with pytest.raises(AdapterRejected, match="adapter name must be a text, got int"):
+        check_name(5)  # type: ignore[arg-type]

@@ -256,6 +256,14 @@ def test_adapters_come_and_go(waiting, real_lora_dir):
     assert info.name == last.adapter == "guest"
 
 
+def test_a_chat_is_one_conversation(waiting):
+    one = [{"role": "user", "content": "a"}]
+    with pytest.raises(ValueError, match="takes one conversation, got 2"):
+        run(outputs_of(waiting.chat([one, one], GREEDY)))
+    with pytest.raises(TypeError, match=r"AsyncEngine\.chat has no option 'use_tqdm'"):
+        run(outputs_of(waiting.chat(one, GREEDY, use_tqdm=True)))
+
+
 @pytest.mark.parametrize("way", ["generate", "stream"])
 def test_a_request_that_fails_raises(waiting, monkeypatch, way):
     def failing(ids, adapter, sampling, *, on_output, request_id, **more):

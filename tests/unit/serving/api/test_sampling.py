@@ -1,4 +1,7 @@
+import copy
+import dataclasses
 import math
+import pickle
 
 import numpy as np
 import pytest
@@ -203,3 +206,18 @@ def test_seeds_fold_into_31_bits_apart_for_each_choice():
     assert len(set(folded)) == len(folded)
     assert all(0 <= seed < 2**31 for seed in folded)
     assert fold_seed(5, 1) == fold_seed(5, 1)
+
+
+def test_what_vllm_leaves_out_is_nothing():
+    names = ("max_tokens", "stop", "stop_token_ids", "logit_bias", "bad_words", "seed")
+    made = Sampling(**dict.fromkeys(names))
+    assert made == Sampling(max_tokens=2**31 - 1)
+    assert (made.stop, made.logit_bias) == ((), {})
+
+
+def test_a_field_that_there_is_not_is_named():
+    with pytest.raises(TypeError, match=r"no field 'best_of'\. docs/how-to/from-vllm-llm\.md says"):
+        Sampling(max_tokens=3, best_of=2)  # type: ignore[call-arg]
+    made = Sampling(3, 0.5, n=2)
+    assert copy.deepcopy(made) == pickle.loads(pickle.dumps(made)) == made
+    assert dataclasses.replace(made, n=1).max_tokens == 3

@@ -8,7 +8,7 @@ import pytest
 from support.cases.tiny_checkpoint import write_tokenizer
 from support.cases.tiny_vision import HOLDER, IMAGE, TEMPLATE, TOKENS
 
-from serving.engine.inputs.chat_prompts import chat_prompts
+from serving.engine.inputs.chat_prompts import chat_prompts, taken_options
 from serving.text.tokenizer import Tokenizer
 
 FRONT: Any = SimpleNamespace(placeholder=IMAGE)
@@ -74,5 +74,39 @@ def test_what_is_refused(own, message, front, words: str):
 def test_nothing_and_other_things_are_no_conversation(own):
     with pytest.raises(ValueError, match="must not be empty"):
         chat_prompts(own, FRONT, [])
-    with pytest.raises(TypeError, match=r"messages.0 must be a dict, got str"):
+    with pytest.raises(TypeError, match=r"A conversation must be a list of messages, got str"):
         chat_prompts(own, FRONT, ["hello"])
+    with pytest.raises(TypeError, match=r"messages.1 must be a dict, got str"):
+        chat_prompts(own, FRONT, [{"role": "user", "content": "a"}, "hello"])
+    for wrong in (None, "hello", {"role": "user"}):
+        with pytest.raises(TypeError, match="messages must be a list of messages"):
+            chat_prompts(own, FRONT, wrong)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"messages.0.content must be a text or a list of parts"):
+        chat_prompts(own, FRONT, [{"role": "user", "content": 5}])
+
+
+def test_options_of_a_chat_are_told_apart_and_others_refused():
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    options = {"tools": tools, "images": [], "add_generation_prompt": False}
+    taken = taken_options(options)
+    assert (taken, options) == ({"tools": tools, "add_generation_prompt": False}, {"images": []})
+    with pytest.raises(
+        TypeError, match=r"Engine.chat has no option 'chat_template'; there are add"
+    ):
+        taken_options({"chat_template": "x"})
+
+
+def test_the_template_gets_the_tools():
+    seen = {}
+
+    class Template:
+        def apply_chat_template(self, messages, add_generation_prompt, **options):
+            seen.update(options["variables"])
+            return ""
+
+        def encode(self, text, add_special_tokens):
+            return [1]
+
+    given = {"tools": ({"name": "f"},), "chat_template_kwargs": {"x": 1}}
+    chat_prompts(lambda _: Template(), None, [{"role": "user", "content": "a"}], **given)
+    assert seen == {"tools": [{"name": "f"}], "x": 1}
