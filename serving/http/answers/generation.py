@@ -188,8 +188,8 @@ class Generation:
     ) -> AsyncGenerator[list[Piece]]:
         """Yield what has arrived, in order; an empty list after `silence_s` without anything.
 
-        Ends after the last choice. Raises ClientGone when the client goes, and ApiError 500 or
-        503 when a choice fails. Whatever the reason, nothing runs on after it has ended.
+        Ends after the last choice. Raises ClientGone when the client goes, and ApiError 400,
+        500 or 503 when a choice fails, 408 when it reads too slowly. Nothing runs on after that.
 
         What arrives while the caller waits goes to `sink` instead, without a wake-up, except for
         pieces that end a choice or have the prompt's log-probabilities. What it raises, this does.
@@ -213,7 +213,7 @@ class Generation:
             self._sink = None
             silence.end()
         if self._overrun:
-            raise ApiError(503, "The client reads too slowly; the text was not kept for it.")
+            raise ApiError(408, "The client reads too slowly; the text was not kept for it.")
         while not self._queue.empty():
             items.append(self._queue.get_nowait())
         for item in items:

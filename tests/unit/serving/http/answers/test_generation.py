@@ -235,7 +235,8 @@ def test_text_for_a_client_that_does_not_read_is_bounded(engine, monkeypatch):
         generation.is_sending = True
         told(OutputDelta("fake-0", 0, "x", (1,)))
         assert engine.aborted == ["fake-0"]
-        with pytest.raises(ApiError, match="reads too slowly"):
+        with pytest.raises(ApiError, match="reads too slowly") as slow:
             await generation._next(Silence(generation._loop, 1.0, lambda: None))
+        assert slow.value.status == 408  # no fault of the server's
 
     asyncio.run(run())
