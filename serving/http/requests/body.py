@@ -1,6 +1,7 @@
 """Read a JSON body: in time, within the size limit, of the right type, and exactly as typed."""
 
 import asyncio
+import contextlib
 import itertools
 import logging
 from typing import Any
@@ -18,6 +19,8 @@ from serving.http.requests.protocol import NAMES_ONLY
 
 logger = logging.getLogger(__name__)
 _LARGE = 1 << 20  # bytes of a body that the event loop does not read itself
+_MOST_DISCARDED = 64 << 20  # bytes of a body that is too large, read for at most _DISCARD_S
+_DISCARD_S = 2.0
 _SHOWN = 16  # names of ignored fields in the log
 
 
@@ -72,7 +75,9 @@ def _checked_large[Body: BaseModel](kind: type[Body], raw: bytearray) -> Body:
 async def _read(request: Request, limit: int, timeout_s: float) -> bytearray:
     too_large = ApiError(413, f"The body is larger than {limit} bytes.", headers=_CLOSE)
     declared = request.headers.get("content-length", "0")
-    if declared.isdecimal() and int(declared[:20]) > limit:
+    if declared.isdecimal() and (length := int(declared[:20])) > limit:
+        if length <= _MOST_DISCARDED and "expect" not in request.headers:
+            await _discard(request)
         raise too_large
     body = bytearray()  # chunks that are joined at the end hold up the event loop
     try:
@@ -84,6 +89,17 @@ async def _read(request: Request, limit: int, timeout_s: float) -> bytearray:
     except TimeoutError:
         raise ApiError(408, "The body took too long to arrive.", headers=_CLOSE) from None
     return body
+
+
+async def _discard(request: Request) -> None:
+    """Read what a client sends and keep nothing: many look for an answer only behind their body.
+
+    If the connection ended before, they would tell of that and not of the answer.
+    """
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(_DISCARD_S):
+            async for _ in request.stream():
+                pass
 
 
 # The rest of the body is still on its way, so the connection cannot serve another request.

@@ -1,6 +1,8 @@
 """Bodies: type, size, time, JSON and strictness."""
 
+import contextlib
 import gzip
+import http.client
 import socket
 
 import httpx
@@ -62,6 +64,17 @@ def test_a_declared_size_over_the_limit_is_413_at_once(small):
     assert answer.status_code == 413
     assert "1000" in answer.json()["error"]["message"]
     good(small)
+
+
+def test_a_client_that_sends_all_before_it_reads_gets_the_413(small):
+    """As http.client and requests do: a connection that ends before is an error of theirs."""
+    connection = http.client.HTTPConnection(small.base_url.host, small.base_url.port, timeout=60)
+    with contextlib.closing(connection):
+        headers = {"Content-Type": "application/json"}
+        connection.request("POST", "/v1/completions", b"x" * (16 << 20), headers)
+        answer = connection.getresponse()
+        assert (answer.status, answer.getheader("Connection")) == (413, "close")
+        assert b"The body is larger than" in answer.read()
 
 
 def test_an_undeclared_size_over_the_limit_is_413(small):
