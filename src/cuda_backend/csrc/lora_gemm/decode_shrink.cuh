@@ -45,11 +45,17 @@ struct AtOnceUnit {
   int index;  // of its item
   int module, first_rank;
 };
-__device__ __forceinline__ int rank_units(const PairArgs& p) { return (p.max_rank + kAtOnceRanks - 1) / kAtOnceRanks; }
-__device__ __forceinline__ int at_once_units(const PairArgs& p, int items) { return items * p.num_modules * rank_units(p); }
+__host__ __device__ __forceinline__ int rank_units(const PairArgs& p) { return (p.max_rank + kAtOnceRanks - 1) / kAtOnceRanks; }
+__host__ __device__ __forceinline__ int at_once_units(const PairArgs& p, int items) { return items * p.num_modules * rank_units(p); }
+// Whether the rows of any batch are two units a cluster at most. Batches that only happen to be, in as many slots, go the way
+// of the others: each cluster's second unit would wait for its first, and the expand for both.
+__host__ __device__ __forceinline__ bool always_at_once(const PairArgs& p) {
+  const int rows = p.num_rows, items = rows / kFewItemRows + p.num_slots;
+  return at_once_units(p, rows < items ? rows : items) <= kMostAtOnce * kAtOnceRounds;
+}
 __device__ __forceinline__ int num_clusters() { return static_cast<int>(gridDim.x) / kShrinkParts; }
 __device__ __forceinline__ bool at_once(const PairArgs& p, int num_items) {
-  const bool again = p.expand && p.d_in <= kHeldChunks * kChunkSteps * 128;
+  const bool again = p.expand && p.d_in <= kHeldChunks * kChunkSteps * 128 && always_at_once(p);
   return at_once_units(p, num_items) <= min(kMostAtOnce, num_clusters()) * (again ? kAtOnceRounds : 1);
 }
 __device__ __forceinline__ bool in_unit(const PairArgs& p, int num_items, int round = 0) {

@@ -64,10 +64,8 @@ cudaError_t launch_few_shrink(const PairArgs& args, cudaStream_t stream) {
 inline bool are_few_slots(const PairArgs& args) {
   int sms = 0;
   if (count_sms(&sms) != cudaSuccess) return false;
-  const int items = min(args.num_rows, args.num_rows / kFewItemRows + args.num_slots);
   const int blocks = args.d_out / kGroupColumns * args.num_modules;
-  return args.shrink && items * args.num_modules * ((args.max_rank + kAtOnceRanks - 1) / kAtOnceRanks) <= kMostAtOnce * kAtOnceRounds &&
-         args.num_slots * blocks <= kMostOfCta * sms * 2;
+  return args.shrink && always_at_once(args) && args.num_slots * blocks <= kMostOfCta * sms * 2;
 }
 // Whether few_kernel is the faster one, by what was timed on an H200: not of a shrink alone, and of both
 // phases not where CTAs would have so much to do that drawing it pays.
