@@ -9,7 +9,7 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as SequenceOf
 from typing import Any, NamedTuple
 
@@ -196,9 +196,9 @@ def row_of(state: RowState, seq: Int[Array, ""]) -> OneRow:
     return OneRow(state, seq)
 
 
-def rows_of(state: RowState, seqs: Int[Array, "rows"]) -> Rows:
-    """Return the slice of each named row, one after the other."""
-    names = ("history", "key", *_INTS, *_FLOATS)
+def rows_of(state: RowState, seqs: Int[Array, "rows"], names: Iterable[str] = ()) -> Rows:
+    """Return the slice of each named row, one after the other: these fields, or all of them."""
+    names = names or ("history", "key", *_INTS, *_FLOATS)
     return Rows({name: getattr(state, name)[seqs] for name in names})
 
 

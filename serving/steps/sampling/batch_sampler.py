@@ -3,6 +3,8 @@
 There a loop over rows costs the launches of every row. So all rows take the same branch, the
 cheapest that serves the most demanding one; a row's own result is the same in each that serves it.
 No branch holds a loop or a sort, so that XLA keeps the choice inside the step's CUDA graph.
+
+The programs of a server trace a part once for each number of rows: see `in_layers`.
 """
 
 import functools
@@ -12,6 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from lora_jax.ops.keep_likely import keep_likely
+from lora_jax.ops.lowered_once import in_layers
 from lora_jax.typing import Array, Bool, Float, Int
 from serving.steps.device_state import Row, RowState, rows_of
 from serving.steps.sampling.sampler import (
@@ -52,6 +55,7 @@ def sample(
     return lax.cond(jnp.any(wanted), _scored, _unscored, logits, tokens, wanted)
 
 
+@in_layers
 def _most_demanding(
     sampled: Bool[Array, "rows"], row_to_seq: Int[Array, "rows"], state: RowState
 ) -> Int[Array, ""]:
@@ -69,6 +73,7 @@ def _most_demanding(
     return jnp.max(need)
 
 
+@in_layers
 def _greedy(
     state: RowState,
     logits: Float[Array, "rows vocab"],
@@ -84,7 +89,7 @@ def _drawn(
     positions: Int[Array, "rows"],
     seqs: Int[Array, "rows"],
 ) -> Int[Array, "rows"]:
-    return jax.vmap(_draw)(logits, _scaled(logits, state, seqs), positions, rows_of(state, seqs))
+    return _draw_rows(logits, _scaled(logits, state, seqs), positions, state, seqs)
 
 
 def _kept(
@@ -96,7 +101,7 @@ def _kept(
     kept = keep_likely(
         _scaled(logits, state, seqs), state.min_p[seqs], state.top_k[seqs], state.top_p[seqs]
     )
-    return jax.vmap(_draw)(logits, kept, positions, rows_of(state, seqs))
+    return _draw_rows(logits, kept, positions, state, seqs)
 
 
 def _edited(
@@ -105,11 +110,21 @@ def _edited(
     positions: Int[Array, "rows"],
     seqs: Int[Array, "rows"],
 ) -> Int[Array, "rows"]:
+    return _kept(state, _edited_logits(logits, positions, state, seqs), positions, seqs)
+
+
+@in_layers
+def _edited_logits(
+    logits: Float[Array, "rows vocab"],
+    positions: Int[Array, "rows"],
+    state: RowState,
+    seqs: Int[Array, "rows"],
+) -> Float[Array, "rows vocab"]:
     rows = rows_of(state, seqs)
     written = jnp.any((rows.edits | rows.is_limited | rows.has_bad_words) != 0)
     # Each of them copies all logits, penalties do not.
     edited = lax.cond(written, jax.vmap(_edit), lambda *given: given[0], logits, positions, rows)
-    return _kept(state, jax.vmap(_penalise)(edited, positions, rows), positions, seqs)
+    return jax.vmap(_penalise)(edited, positions, rows)
 
 
 def _edit(
@@ -127,6 +142,17 @@ def _penalise(
     return jnp.where(row.penalties != 0, apply_penalties(logits, position, row), logits)
 
 
+@in_layers
+def _draw_rows(
+    logits: Float[Array, "rows vocab"],
+    kept: Float[Array, "rows vocab"],
+    positions: Int[Array, "rows"],
+    state: RowState,
+    seqs: Int[Array, "rows"],
+) -> Int[Array, "rows"]:
+    return jax.vmap(_draw)(logits, kept, positions, rows_of(state, seqs, ("key", "temperature")))
+
+
 def _draw(
     logits: Float[Array, "vocab"],
     kept: Float[Array, "vocab"],
@@ -139,6 +165,7 @@ def _draw(
     return jnp.where(row.temperature > 0, drawn, best)
 
 
+@in_layers
 def _scaled(
     logits: Float[Array, "rows vocab"], state: RowState, seqs: Int[Array, "rows"]
 ) -> Float[Array, "rows vocab"]:
@@ -147,6 +174,7 @@ def _scaled(
     return logits / jnp.where(temperature > 0, temperature, jnp.float32(1))[:, None]
 
 
+@in_layers
 def _scored(
     logits: Float[Array, "rows vocab"], tokens: Int[Array, "rows"], wanted: Bool[Array, "rows"]
 ) -> Sampled:
@@ -193,6 +221,7 @@ def top_of_pieces(
     return best, ids.reshape(-1)[at]
 
 
+@in_layers
 def _unscored(
     logits: Float[Array, "rows vocab"], tokens: Int[Array, "rows"], wanted: Bool[Array, "rows"]
 ) -> Sampled:

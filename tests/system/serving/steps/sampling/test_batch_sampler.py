@@ -1,5 +1,6 @@
 """All rows at once give what the loop over rows gives, whatever stands together."""
 
+import collections
 import functools
 import itertools
 import re
@@ -9,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
-from support.cases.sampler_cases import MIXED, make_logits, make_state, run_with
+from support.cases.sampler_cases import MIXED, VOCAB, make_logits, make_state, run_with
 
 from serving.api.sampling import Sampling
 from serving.steps.sampling import batch_sampler, sampler
@@ -131,3 +132,31 @@ def test_floats_are_never_summed_by_a_reduction():
     kinds = re.findall(r":(\w+)\[[\d,]*\] = (?:reduce_sum|reduce)\[", texts[0])
     assert kinds
     assert not [kind for kind in kinds if kind.startswith("f")]
+
+
+def test_programs_of_equal_rows_trace_each_part_once(monkeypatch):
+    """A server has several programs for each number of rows. Parts with an op stay outside."""
+    calls, rows = collections.Counter(), 3 * BUCKET  # no other test traces so many
+    parts = ("draw_scaled", "apply_edits", "apply_penalties", "score")
+
+    def counted(name, given):
+        def call(*args):
+            calls[name] += 1
+            return given(*args)
+
+        return call
+
+    for name in parts:
+        monkeypatch.setattr(batch_sampler, name, counted(name, getattr(batch_sampler, name)))
+    monkeypatch.setattr(batch_sampler, "keep_likely", lambda scaled, *limits: scaled)
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+
+    def traced(*args):
+        leaves, tree = jax.tree.flatten(args)
+        program = jax.jit(lambda leaves: batch_sampler.sample(*tree.unflatten(leaves)))
+        assert program.lower(leaves).as_text().count("func.func private @_draw_rows") == 1
+        return sampler.no_samples(rows, VOCAB)
+
+    for _ in range(2):
+        run_with(traced, make_logits(3), make_state(MIXED[:3]), [0, 1, 2], pad_to=rows)
+    assert calls == dict.fromkeys(parts, 1)
