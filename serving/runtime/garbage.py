@@ -13,6 +13,18 @@ _YOUNG = 10_000  # objects more than before, until the youngest are looked throu
 
 
 @contextlib.contextmanager
+def no_collections() -> Iterator[None]:
+    """Collect nothing meanwhile: for traces of programs, whose many objects nearly all stay."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+@contextlib.contextmanager
 def rare_collections() -> Iterator[None]:
     """Collect once, then seldom, and never what is there now; at the end all is as before."""
     before = gc.get_threshold()

@@ -18,6 +18,7 @@ from tqdm import tqdm
 
 from lora_jax.ops.lowered_once import lowered_in
 from lora_jax.ops.lowering_processes import LoweringProcesses
+from serving.runtime.garbage import no_collections
 from serving.steps.kept_steps import KeptProgram
 from serving.steps.step_programs import Program, names_of
 
@@ -79,7 +80,7 @@ def compile_all(
         logger.info("Compiling %d programs, first %s.", len(names), names[0])
     pool = ThreadPoolExecutor(_workers())
     is_interrupted = False
-    with bar:
+    with bar, no_collections():
         jobs: list[Future] = []
         say(names[0])
         try:

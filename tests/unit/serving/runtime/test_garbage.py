@@ -1,11 +1,12 @@
 """Objects of a start are not looked through again while a server runs."""
 
+import contextlib
 import gc
 import weakref
 
 import pytest
 
-from serving.runtime.garbage import rare_collections
+from serving.runtime.garbage import no_collections, rare_collections
 
 
 class Ring:
@@ -39,3 +40,16 @@ def test_only_what_comes_later_is_collected_and_all_is_as_before_at_the_end(befo
     assert (gc.get_threshold(), gc.get_freeze_count()) == (before, 0)
     gc.collect()
     assert kept() is None
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_nothing_is_collected_meanwhile_and_an_error_ends_it(enabled):
+    of_tests = gc.isenabled()
+    (gc.enable if enabled else gc.disable)()
+    try:
+        with contextlib.suppress(ValueError), no_collections():
+            assert not gc.isenabled()
+            raise ValueError
+        assert gc.isenabled() == enabled
+    finally:
+        (gc.enable if of_tests else gc.disable)()

@@ -1,5 +1,6 @@
 """Order in which programs are compiled or read."""
 
+import gc
 import os
 import sys
 import threading
@@ -91,6 +92,20 @@ def test_more_programs_are_compiled_at_a_time_where_device_memory_is_free(
     monkeypatch.setattr(jax, "local_devices", lambda: [device])
     monkeypatch.setattr(os, "cpu_count", lambda: cores)
     assert compiling._workers() == workers
+
+
+def test_no_garbage_is_collected_while_programs_are_traced():
+    """A trace makes objects that stay: looking through all of them took a quarter of its time."""
+    before, seen = gc.isenabled(), []
+
+    def programs():
+        for _ in range(2):
+            seen.append(gc.isenabled())
+            yield Program()
+
+    compile_all(programs(), ["a", "b"])
+    assert seen == [False, False]
+    assert gc.isenabled() == before
 
 
 def test_all_are_compiled_when_it_returns_and_errors_are_raised():
