@@ -8,7 +8,7 @@ import dataclasses
 from typing import Any
 
 from serving.api.outputs import BadRequest, Completion, RequestFailed, RequestOutput
-from serving.api.request import FinishReason, QueueFull, TokenLogprobs
+from serving.api.request import FinishReason, TokenLogprobs
 from serving.api.sampling import Sampling
 from serving.http.settings import HttpSettings
 
@@ -17,10 +17,14 @@ _OF_REQUESTS = (BadRequest, ValueError, TypeError, KeyError)  # the first that f
 
 def error_fields(error: Exception) -> dict[str, Any]:
     """Return what an agent is told of a call that failed."""
-    kinds = (kind.__name__ for kind in _OF_REQUESTS if isinstance(error, kind))
+    is_busy = hasattr(error, "retry_after_s")  # QueueFull, and an AdapterRejected for want of room
+    kinds = (kind.__name__ for kind in _OF_REQUESTS if isinstance(error, kind) and not is_busy)
     kind = next(kinds, type(error).__name__)
-    retryable = getattr(error, "retryable", isinstance(error, QueueFull))
-    return {"error": kind, "text": str(error), "retryable": retryable}
+    return {
+        "error": kind,
+        "text": str(error),
+        "retryable": is_busy or getattr(error, "retryable", False),
+    }
 
 
 def error_of(fields: dict[str, Any]) -> Exception:

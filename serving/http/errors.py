@@ -43,6 +43,7 @@ _ADDRESS = re.compile(r"\b0x[0-9a-fA-F]{4,}\b")
 _FIELD = re.compile(r"(logit_bias|stop_token_ids|allowed_token_ids|bad_words|logprobs)\b")
 # A field of a body in pydantic's path, which also has kinds: str, list[str], ImageUrl.
 _NAME = re.compile(r"(?!(?:str|int|float|bool|dict|list)\Z)[a-z_]{1,32}")
+_OF_CALLERS = ("logit_bias", "metadata", "chat_template_kwargs")  # fields with keys of callers
 _MAX_MESSAGE = 2000  # characters; a longer one would only echo the request
 
 
@@ -151,6 +152,8 @@ def from_validation(error: ValidationError | RequestValidationError) -> ApiError
 
 def _place(location: Sequence[int | str]) -> str:
     """Return a field's path: `messages.0.role`. Kinds of a union and keys of callers stay out."""
+    if location and location[0] in _OF_CALLERS:
+        return str(location[0])
     first, index, rest = location[:1], location[1:2], location[1:]
     where = [*first, *(part for part in index if isinstance(part, int))]
     where += [part for part in rest if isinstance(part, str) and _NAME.fullmatch(part)]

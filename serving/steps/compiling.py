@@ -80,17 +80,19 @@ def compile_all(
         logger.info("Compiling %d programs, first %s.", len(names), names[0])
     pool = ThreadPoolExecutor(_workers())
     is_interrupted = False
-    with bar, no_collections():
+    with bar:
         jobs: list[Future] = []
         say(names[0])
         try:
-            for number, program in enumerate(programs):
-                at_work[number], verb = names[number], "Read" if _is_kept(program) else "Compiled"
-                if verb == "Compiled":
-                    settle()
-                jobs.append(pool.submit(program.compile))
-                jobs[-1].add_done_callback(functools.partial(done, number, verb))
-                say(*names[number + 1 : number + 2])
+            with no_collections():
+                for number, program in enumerate(programs):
+                    is_kept = _is_kept(program)
+                    at_work[number], verb = names[number], "Read" if is_kept else "Compiled"
+                    if verb == "Compiled":
+                        settle()
+                    jobs.append(pool.submit(program.compile))
+                    jobs[-1].add_done_callback(functools.partial(done, number, verb))
+                    say(*names[number + 1 : number + 2])
             return [job.result() for job in jobs]
         except KeyboardInterrupt:  # XLA cannot be stopped: its programs take up to minutes
             is_interrupted = True

@@ -19,7 +19,7 @@ from serving.http.requests.protocol import NAMES_ONLY
 
 logger = logging.getLogger(__name__)
 _LARGE = 1 << 20  # bytes of a body that the event loop does not read itself
-_MOST_DISCARDED = 64 << 20  # bytes of a body that is too large, read for at most _DISCARD_S
+_MOST_DISCARDED = 64 << 20  # bytes above the limit of a body that is read, for at most _DISCARD_S
 _DISCARD_S = 2.0
 _SHOWN = 16  # names of ignored fields in the log
 
@@ -76,7 +76,7 @@ async def _read(request: Request, limit: int, timeout_s: float) -> bytearray:
     too_large = ApiError(413, f"The body is larger than {limit} bytes.", headers=_CLOSE)
     declared = request.headers.get("content-length", "0")
     if declared.isdecimal() and (length := int(declared[:20])) > limit:
-        if length <= _MOST_DISCARDED and "expect" not in request.headers:
+        if length <= limit + _MOST_DISCARDED and "expect" not in request.headers:
             await _discard(request)
         raise too_large
     body = bytearray()  # chunks that are joined at the end hold up the event loop

@@ -54,8 +54,9 @@ def with_real_dates(schema: Mapping[str, Any]) -> dict[str, Any]:
 
 def _check_patterns(schema: Mapping[str, Any]) -> None:
     names = schema.get("patternProperties")
+    names = names if isinstance(names, Mapping) else ()
     for field, given in (("pattern", [schema.get("pattern")]), ("patternProperties", names)):
-        for regex in given or ():
+        for regex in given:
             if isinstance(regex, str) and ends_in_escape(regex):
                 raise ValueError(f"{field} {regex[-40:]!r} {LONE_BACKSLASH}.")
 

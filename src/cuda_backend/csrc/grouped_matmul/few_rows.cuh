@@ -181,6 +181,16 @@ struct FewRowsKernel {
         for (int high = 0; high < 2; ++high)
           load_words(words[t][high], stage + places.scales + (t * kApart + high * 8) * kScaleWords * 4);
     }
+    __device__ __forceinline__ uint32_t seen() const {
+      uint32_t all = 0;
+      if constexpr (C == Coding::kAffine) {
+        for (int w = 0; w < kSlots<C, G>; ++w) all ^= words[0][0][w];
+      } else if constexpr (kScaleWords > 0) {
+#pragma unroll
+        for (int i = 0; i < TILES * 2 * kScaleWords; ++i) all ^= words[i / (2 * kScaleWords)][i / kScaleWords % 2][i % kScaleWords];
+      }
+      return all;
+    }
     // Whether some are so large, or so precise, that a decoder takes more instructions.
     __device__ __forceinline__ bool wide(const FewRowsArgs& p, int step) const {
       if constexpr (C != Coding::kAffine) return are_wide<C>(words);
@@ -269,18 +279,18 @@ struct FewRowsKernel {
     const Scales scales = scales_ahead;
     const uint32_t stage = weights_at(ring.at);
     Affine<WIDE> affine;
-    uint32_t seen = 0;
+    uint32_t seen = scales.seen();
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const Piece<N> piece = ahead;
       seen ^= piece.seen();  // of each: products may come later than the code has them
       if constexpr (C == Coding::kAffine)
-        if (i * kLoad % G == 0 || G < kLoad) affine.load(p, stage, places, step, i);
+        if (i * kLoad % G == 0 || G < kLoad) affine.load(p, stage, places, step, i), seen ^= affine.seen();
       if (i < 3) {
         ahead.load(stage, places, i + 1);
       } else {
         __syncwarp();  // all lanes have read the stage before one lets it go
-        mbar_arrive_seen(&empty[ring.at], (threadIdx.x & 31) == 0, seen ^ affine.seen(), static_cast<uint32_t>(p.groups) >> 24);
+        mbar_arrive_seen(&empty[ring.at], (threadIdx.x & 31) == 0, seen, static_cast<uint32_t>(p.groups) >> 24);
         ring.next(p.stages);
         if (step + 1 < p.steps) {
           mbar_wait(&full[ring.at], ring.phase);

@@ -96,11 +96,14 @@ struct ChunkTurns {
   __device__ __forceinline__ void await_empty(AtOnceBarriers& bars, int chunk) const {
     mbar_wait(&bars.empty[place(chunk)], chunk / kHeldChunks - 1 & 1);
   }
-  // By the warp that has read a chunk, `last` at the end of it.
-  __device__ __forceinline__ void leave(AtOnceBarriers& bars, int chunk, const Operands& last, uint32_t nothing) const {
+  // By the warp that has read a chunk, whose steps are these.
+  __device__ __forceinline__ void leave(AtOnceBarriers& bars, int chunk, const Operands (&o)[kChunkSteps], uint32_t nothing) const {
     if (chunk + kHeldChunks >= chunks) return;
     __syncwarp();
-    mbar_arrive_seen(&bars.empty[place(chunk)], (threadIdx.x & 31) == 0, last.low.x ^ last.high.x ^ last.x.x, nothing);
+    uint32_t seen = 0;
+#pragma unroll
+    for (const Operands& step : o) seen ^= step.low.x ^ step.high.x ^ step.x.x;
+    mbar_arrive_seen(&bars.empty[place(chunk)], (threadIdx.x & 31) == 0, seen, nothing);
   }
 };
 
@@ -110,7 +113,7 @@ __device__ __forceinline__ void add_chunks(const AtOnceShared& sm, AtOnceBarrier
                                            uint32_t nothing, AtOnceSums& acc) {
   static_assert(kChunkSteps == 4);
   uint32_t at;
-  Operands o[4];
+  Operands o[kChunkSteps];
   auto read = [&](int d) { o[d] = read_step(at + d * sizeof(Step)); };
   auto begin = [&](int i) {
     turns.await_full(bars, i);
@@ -121,7 +124,7 @@ __device__ __forceinline__ void add_chunks(const AtOnceShared& sm, AtOnceBarrier
 #pragma unroll 1
   for (int i = 1;; ++i) {
     read(3), add_step(o[0], acc);
-    turns.leave(bars, i - 1, o[3], nothing);
+    turns.leave(bars, i - 1, o, nothing);
     if (i == turns.chunks) break;
     begin(i);
     read(0), add_step(o[1], acc);

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from lora_jax.adapters.registry_errors import AdapterNotFound, AdapterRejected
+from lora_jax.adapters.registry_errors import AdapterNotFound, AdapterRejected, HostFull
 from serving.api.outputs import BadRequest, Completion, RequestFailed, RequestOutput
 from serving.api.request import EngineDead, FinishReason, QueueFull, TokenLogprobs
 from serving.api.sampling import Sampling
@@ -73,6 +73,7 @@ def test_answers_arrive_as_they_were():
         (RequestFailed("not finite"), RequestFailed, False),
         (QueueFull("Full.", 1.0), RequestFailed, True),
         (EngineDead("stopped"), RequestFailed, False),
+        (HostFull("Host memory is full.", 1.0), RequestFailed, True),
     ],
 )
 def test_an_error_arrives_as_the_request_s_fault_or_the_server_s(error, kind, retryable):

@@ -137,7 +137,7 @@ def test_a_field_that_the_engine_checks_is_named():
             "stream_options.include_usage: Input should be a valid boolean",
         ),
         (CompletionBody, {"stop_token_ids": ["x"]}, "stop_token_ids.0: Input should be a valid in"),
-        (CompletionBody, {"logit_bias": {"1": "x"}}, "logit_bias: Input should be a valid number"),
+        (CompletionBody, {"logit_bias": {"a": "x"}}, "logit_bias: Input should be a valid number"),
         (CompletionBody, {"stop": 5}, "stop: Input should be a valid string / Input should be a v"),
     ],
 )

@@ -59,7 +59,7 @@ def test_json_with_parameters_or_capitals_is_json(client, content_type):
     assert answer.status_code == 200
 
 
-def test_a_declared_size_over_the_limit_is_413_at_once(small):
+def test_a_declared_size_over_the_limit_is_413(small):
     answer = small.post("/v1/completions", json={"prompt": "x" * 1000})
     assert answer.status_code == 413
     assert "1000" in answer.json()["error"]["message"]

@@ -29,6 +29,7 @@ def test_a_structure_becomes_a_text_and_its_size(tokenizer):
         ({"json": {"enum": []}}, "structured_outputs.json"),
         ({"json": {"minimum": 10**400}}, "structured_outputs.json: number out of range"),
         ({"json": {"pattern": "a\\"}}, "structured_outputs.json: pattern 'a"),
+        ({"json": {"patternProperties": 5}}, "structured_outputs.json"),
         (
             {"json": {"oneOf": [{"type": "string"}, {"type": "string"}]}},
             "structured_outputs.json: oneOf constraints are not supported. Use anyOf",
