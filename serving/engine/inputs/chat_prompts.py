@@ -16,14 +16,14 @@ _CHAT_OPTIONS = (
     "tools",
 )
 # Of `generate`, which a chat passes on.
-_GENERATE_OPTIONS = ("sampling_params", "lora_request", "use_tqdm", "images", "session")
+GENERATE_OPTIONS = ("sampling_params", "lora_request", "use_tqdm", "images", "session")
 ASYNC_OPTIONS = ("adapter", "sampling_params", "lora_request", "images", "session")
 
 
 def taken_options(
     options: dict[str, Any],
     caller: str = "Engine.chat",
-    further: Sequence[str] = _GENERATE_OPTIONS,
+    further: Sequence[str] = GENERATE_OPTIONS,
 ) -> dict[str, Any]:
     """Take those of `chat_prompts` out of a chat's options and return them.
 

@@ -68,6 +68,11 @@ class CodedForm:
     scales: np.dtype = FLOAT32
     zeros: bool = False
 
+    @property
+    def largest(self) -> float:
+        """The largest magnitude of the values."""
+        return max(map(abs, self.table))
+
     def parts(self, shape: tuple[int, ...]) -> dict[str, tuple[tuple[int, ...], np.dtype]]:
         """Return shape and dtype of each part of a weight of this shape."""
         *lead, d_in = shape

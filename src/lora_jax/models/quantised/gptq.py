@@ -49,7 +49,7 @@ class GptqTensor(AbstractQuantisedTensor):
         if part == "zeros" and self.zeros is not None:
             return self.zeros[index]
         if part == "scales":
-            scales = finite(self.scales.whole(), self.scales.name, max(map(abs, self.form.table)))
+            scales = finite(self.scales.whole(), self.scales.name, self.form.largest)
             return scales.T[index].astype(np.float32)
         if self.awq:
             return pack(in_order(nibbles(self.qweight.whole())).T[index])

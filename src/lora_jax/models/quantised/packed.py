@@ -52,9 +52,7 @@ class PackedInt4(AbstractQuantisedTensor):
         if part == "zeros" and self.zeros is not None:
             return self.zeros[np.array(rows)]
         if part == "scales":
-            scales = finite(
-                self.scales.rows(rows), self.scales.name, max(map(abs, self.form.table))
-            )
+            scales = finite(self.scales.rows(rows), self.scales.name, self.form.largest)
             return scales.astype(scale_dtype(self.scales.dtype))
         return self.codes.rows(rows)
 

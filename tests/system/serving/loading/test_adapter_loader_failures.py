@@ -31,6 +31,16 @@ class FaultyCase(Case):
             self.allocator, lambda placement, state: Broken(self, error), clock=lambda: self.now
         )
 
+    def fail_beside_idle(self, idle, wanted):
+        """Load one that nobody uses, then fail to load one that is waited for."""
+        self.broken = False
+        follow(self.loader, [idle])
+        self.advance()
+        self.broken = True
+        self.loader.retain(wanted)
+        self.loader.acquire(wanted.digest)
+        self.advance()
+
 
 def test_a_failed_load_with_nothing_to_wait_for_is_reported_and_tried_again_later(caplog):
     case, one = FaultyCase(), entry("a")
@@ -51,14 +61,8 @@ def test_a_failed_load_with_nothing_to_wait_for_is_reported_and_tried_again_late
 
 
 def test_an_idle_adapter_goes_for_a_load_that_somebody_waits_for():
-    case, idle, one = FaultyCase(), entry("a"), entry("b")
-    case.broken = False
-    follow(case.loader, [idle])
-    case.advance()
-    case.broken = True
-    case.loader.retain(one)
-    case.loader.acquire(one.digest)
-    case.advance()
+    case, one = FaultyCase(), entry("b")
+    case.fail_beside_idle(entry("a"), one)
     assert case.loader.take_failures() == []
     assert case.loader.snapshot.resident == frozenset()
     case.broken = False
@@ -135,13 +139,7 @@ def test_room_that_was_freed_is_for_who_waits_not_for_who_is_asked_for_most():
 def test_who_lacked_memory_comes_first_when_it_is_back(monkeypatch):
     """The idle adapter that went for its sake has a name, but may not return before it."""
     case, idle, one = FaultyCase(), entry("a"), entry("b")
-    case.broken = False
-    follow(case.loader, [idle])
-    case.advance()
-    case.broken = True
-    case.loader.retain(one)
-    case.loader.acquire(one.digest)
-    case.advance()
+    case.fail_beside_idle(idle, one)
     case.broken = False
     with monkeypatch.context() as leaving:
         leaving.setattr(type(case.allocator), "num_leaving", 1)

@@ -1,5 +1,6 @@
 """Conversations to prompts: templates, images in order, and what is refused."""
 
+import inspect
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -8,7 +9,14 @@ import pytest
 from support.cases.tiny_checkpoint import write_tokenizer
 from support.cases.tiny_vision import HOLDER, IMAGE, TEMPLATE, TOKENS
 
-from serving.engine.inputs.chat_prompts import chat_prompts, taken_options
+from serving.engine.async_engine import AsyncEngine
+from serving.engine.engine import Engine
+from serving.engine.inputs.chat_prompts import (
+    ASYNC_OPTIONS,
+    GENERATE_OPTIONS,
+    chat_prompts,
+    taken_options,
+)
 from serving.text.tokenizer import Tokenizer
 
 FRONT: Any = SimpleNamespace(placeholder=IMAGE)
@@ -94,6 +102,14 @@ def test_options_of_a_chat_are_told_apart_and_others_refused():
         TypeError, match=r"Engine.chat has no option 'chat_template'; there are add"
     ):
         taken_options({"chat_template": "x"})
+
+
+@pytest.mark.parametrize(
+    ("engine", "passed_on"), [(Engine, GENERATE_OPTIONS), (AsyncEngine, ASYNC_OPTIONS)]
+)
+def test_a_chat_passes_on_every_option_of_generate(engine, passed_on):
+    parameters = inspect.signature(engine.generate).parameters.values()
+    assert [p.name for p in parameters if p.kind is p.KEYWORD_ONLY] == list(passed_on)
 
 
 def test_the_template_gets_the_tools():
