@@ -352,7 +352,7 @@ class AdapterRegistry:
             )
         entry = self._folders.entry(name, weights, folder, confined, pinned, explicit, known)
         with recorded(entry):
-            return self._publish(entry, share, ticket, held)
+            return self._publish(entry, share, ticket, held, known)
 
     def _read(self, name: str, folder: Path, confined: bool) -> AnyWeights:
         try:
@@ -371,12 +371,18 @@ class AdapterRegistry:
         share: HostShare | None = None,
         ticket: Ticket | None = None,
         held: HeldRoom | None = None,
+        known: EvictedAdapter | None = None,
     ) -> AdapterEntry:
-        """Make room for the entry and put it in place as the last act; return what is there."""
+        """Make room for the entry and put it in place as the last act; return what is there.
+
+        AdapterNotFound where the operator's name, which is `known`, was unloaded meanwhile.
+        """
         owner, stay = share.owner if share else "", self._tier.staying()
         with self._lock:
             if held is not None:
                 self._tier.copies.give_back(held)
+            if known is not None and known.explicit and entry.name not in self._names:
+                raise self._names.not_found(entry.name)
             self._names.make_name(entry.name, stay.in_use)
             try:
                 self._names.make_room(entry, share or HostShare(), stay, ticket)

@@ -1,6 +1,7 @@
 """Adapters leave the host memory of a registry for others, and come back by name."""
 
 import re
+import threading
 
 import pytest
 from support.cases import adapter_cases as cases
@@ -135,6 +136,39 @@ def test_an_evicted_name_can_be_unloaded(big_root):
     assert names.unload("sql").name == "sql"
     assert not names.knows("sql")
     assert not names.knows_digest(sql)
+
+
+def test_an_unload_holds_for_a_name_that_is_being_read_again(big_root):
+    reads, entered, go = [], threading.Event(), threading.Event()
+
+    def keep(weights):
+        reads.append(weights.digest)
+        if reads.count(weights.digest) == 2:
+            entered.set()
+            assert go.wait(60)
+        return weights
+
+    limits = RegistryLimits(max_in_memory=1)
+    names = AdapterRegistry(cases.llama(), lora_dir=big_root, limits=limits, keep=keep)
+    names.load("sql@v2", "sql")
+    names.load("law", "law")  # which evicts the other
+    errors: list = []
+
+    def ask() -> None:
+        with pytest.raises(AdapterNotFound) as error:
+            names.resolve("sql@v2")
+        errors.append(error.value)
+
+    request = threading.Thread(target=ask)
+    request.start()
+    assert entered.wait(60)
+    names.unload("sql@v2")  # is answered: the name stands for nothing from now on
+    go.set()
+    request.join(60)
+    assert "Known: law" in str(errors[0])
+    assert not names.knows("sql@v2")
+    assert not names._tier.copies.holds_room
+    assert names.load("sql@v2", "sql").name == "sql@v2", "it can be loaded again"
 
 
 def test_an_unload_brings_files_that_were_refused_as_changed(big_root):
