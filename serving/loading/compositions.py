@@ -105,7 +105,8 @@ class Compositions:
         with self._lock:
             if digest in self._entries:
                 self._entries.move_to_end(digest)
-                return self._entries[digest]
+                # Under the names that were asked for: others may stand for the same files.
+                return _named(self._entries[digest], name)
             weights = self._live.get(digest)
         if weights is None:
             self._make_room(sum(_size(entry) for entry, _ in parts))
@@ -165,6 +166,10 @@ def _names(parts: Parts) -> tuple[str, str]:
     """Return the name and the digest of a composition."""
     name = shown((entry.name, weight) for entry, weight in parts)
     return name, digest_of((entry.digest, weight) for entry, weight in parts)
+
+
+def _named(entry: AdapterEntry, name: str) -> AdapterEntry:
+    return entry if entry.name == name else dataclasses.replace(entry, name=name, path=name)
 
 
 def _size(entry: AdapterEntry) -> int:

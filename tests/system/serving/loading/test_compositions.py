@@ -62,6 +62,18 @@ def test_the_same_sum_is_made_once():
     assert again.weights is first.weights  # which somebody holds
 
 
+def test_a_sum_has_the_names_that_were_asked_for():
+    """Two names of the same files share the weights of a sum, and no caller sees the other's."""
+    made, plain, other = make(), lora("a"), lora("b")
+    version = dataclasses.replace(plain, name="a@v1")
+    first = made.entry([(plain, 0.7), (other, 0.5)])
+    again = made.entry([(version, 0.7), (other, 0.5)])
+    assert (first.name, again.name) == ("a*0.7+b*0.5", "a@v1*0.7+b*0.5")
+    assert again.weights is first.weights
+    assert again.digest == first.digest
+    assert made.entry([(plain, 0.7), (other, 0.5)]) is first
+
+
 def test_lora_and_esft_are_a_pair():
     made = make()
     pair = made.entry([(lora("a"), 1.0), (esft("e", 1), 1.0)])
