@@ -205,7 +205,7 @@ def replay(
     What ended several processes, as `attempts` knows, is not tried again until it is loaded anew.
 
     What is there already is left alone. A name whose files are gone or are others than those that
-    were loaded answers to nobody until it is loaded again; everything else is served.
+    were loaded answers to nobody until it is loaded again, or unloaded; everything else is served.
     """
     for name in changes.unloaded:
         with contextlib.suppress(AdapterNotFound):
@@ -221,7 +221,7 @@ def replay(
             failures[name] = why
             with contextlib.suppress(AdapterNotFound):
                 registry.unload(name)
-            registry.refuse(name, f"{why} Load it again.")
+            registry.refuse(name, f"{why} Load it again, or unload it.")
             logger.error("Adapter %s of the journal is not served: %s", name, why)
     return failures
 

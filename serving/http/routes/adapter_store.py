@@ -154,23 +154,26 @@ def shown_path(path: str) -> str:
     return scrub(path[:200])
 
 
-async def unload(server: Server, name: str) -> AdapterEntry | EvictedAdapter:
-    """Forget an adapter and return its entry; running requests finish.
+async def unload(server: Server, name: str) -> AdapterEntry | EvictedAdapter | None:
+    """Forget an adapter and return its entry, None for one of the journal that is not served.
 
+    Running requests finish.
     Raises ApiError 404 for one that is not known and 400 for a version with a share.
     """
     try:
         async with server.changing:
             server.engine.rollouts.check_unload(name)
             registry = server.engine.registry
-            if server.journal is not None and registry.knows(name):
+            is_there = registry.knows(name) or name in registry.refused
+            if server.journal is not None and is_there:
                 await _record(server.journal.unloaded, name)  # or it stays: the answer is an error
             entry = await asyncio.to_thread(registry.unload, name)
     except AdapterNotFound:
         raise ApiError(404, f"The lora adapter '{name[:64]}' cannot be found.") from None
     except ValueError as error:
         raise ApiError(400, str(error), type="InvalidUserInput") from None
-    logger.info("Unloaded adapter %s, sha256 %s.", name, entry.digest[:12])
+    digest = "none: it was not served" if entry is None else entry.digest[:12]
+    logger.info("Unloaded adapter %s, sha256 %s.", name, digest)
     return entry
 
 

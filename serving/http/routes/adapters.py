@@ -75,7 +75,7 @@ async def sglang_unload(request: Request) -> Response:
 
 
 async def _sglang_answer(
-    request: Request, action: str, name: str, work: Awaitable[AdapterEntry | EvictedAdapter]
+    request: Request, action: str, name: str, work: Awaitable[AdapterEntry | EvictedAdapter | None]
 ) -> Response:
     error, entry = None, None
     try:

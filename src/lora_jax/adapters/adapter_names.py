@@ -59,6 +59,19 @@ class AdapterNames:
         self._ledger.used(entry.digest)
         return self._tier.given(entry, ticket)
 
+    def check_not_unloaded(self, known: EvictedAdapter | None) -> None:
+        """Raise AdapterNotFound where an operator's name was unloaded while its files were read."""
+        if known is not None and known.explicit and known.name not in self:
+            raise self.not_found(known.name)
+
+    def stays_without_files(self, known: EvictedAdapter) -> bool:
+        """Return whether a name whose folder has gone stays; one that callers used is forgotten."""
+        if self.evicted.get(known.name) is not known:
+            return False
+        if not known.explicit:
+            self.forget(known.name)
+        return known.explicit
+
     def check_explicit(self) -> None:
         """Raise RegistryBusy where one more name of the operator's is one too many."""
         if self._num_explicit >= self._most:

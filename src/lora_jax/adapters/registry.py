@@ -35,6 +35,8 @@ from lora_jax.adapters.registry_errors import (
     AdapterRejected,
     HostFull,
     RegistryBusy,
+    files_changed,
+    files_gone,
 )
 from lora_jax.adapters.versions import NAME, check_name, is_of
 from lora_jax.adapters.weights import AnyWeights
@@ -94,7 +96,7 @@ class AdapterRegistry:
         self._names = AdapterNames(self._tier, self._ledger, self.limits)
         self._rate = LoadRate(self.limits.loads_per_minute, clock)
         self._failures = ReadFailures(self.limits.max_adapters, clock)
-        self.refused: dict[str, str] = {}  # why, by name; only an explicit load brings it back
+        self.refused: dict[str, str] = {}  # why, by name; until it is loaded or unloaded
 
     def set_in_use(self, in_use: Callable[[], Collection[str]]) -> None:
         """Ask `in_use` for the digests that live requests need, which are never evicted."""
@@ -155,18 +157,19 @@ class AdapterRegistry:
                     stays = name in pinned
                     self._publish(self._folders.entry(name, weights, folder, False, stays))
 
-    def unload(self, name: str) -> AdapterEntry | EvictedAdapter:
-        """Remove the name and return what it stood for; raises AdapterNotFound."""
+    def unload(self, name: str) -> AdapterEntry | EvictedAdapter | None:
+        """Remove the name; return what it stood for, None for a refused one, or AdapterNotFound."""
         with self._lock:
+            was_refused = self.refused.pop(name, None) is not None
             entry = self._names.forget(name)
-            if entry is None:
+            if entry is None and not was_refused:
                 raise self._names.not_found(name)
             self._failures.forget(name)  # which may ask for just that
         self.line.changed()
         return entry
 
     def refuse(self, name: str, why: str) -> None:
-        """Let `resolve` raise AdapterRejected for this name until `load` is called for it."""
+        """Let `resolve` raise AdapterRejected for this name until it is loaded or unloaded."""
         with self._lock:
             self.refused[name] = why
 
@@ -302,6 +305,11 @@ class AdapterRegistry:
         held = self._hold_room(before, share, ticket)
         try:
             return self._read_in(name, Path(before.folder), before.confined, **options, held=held)
+        except AdapterNotFound:
+            with self._lock:
+                if self._names.stays_without_files(before):
+                    raise files_gone(name) from None
+            raise
         finally:
             with self._lock:
                 self._tier.copies.give_back(held)
@@ -346,10 +354,7 @@ class AdapterRegistry:
                 self._rate.take()
         weights = self._read(name, folder, confined)
         if digest and weights.digest != digest:
-            raise AdapterRejected(
-                f"Adapter {name!r}: its files have changed since it was loaded; load it again "
-                "in place, or unload it first."
-            )
+            raise files_changed(name)
         entry = self._folders.entry(name, weights, folder, confined, pinned, explicit, known)
         with recorded(entry):
             return self._publish(entry, share, ticket, held, known)
@@ -373,16 +378,12 @@ class AdapterRegistry:
         held: HeldRoom | None = None,
         known: EvictedAdapter | None = None,
     ) -> AdapterEntry:
-        """Make room for the entry and put it in place as the last act; return what is there.
-
-        AdapterNotFound where the operator's name, which is `known`, was unloaded meanwhile.
-        """
+        """Make room for the entry and put it in place as the last act; return what is there."""
         owner, stay = share.owner if share else "", self._tier.staying()
         with self._lock:
             if held is not None:
                 self._tier.copies.give_back(held)
-            if known is not None and known.explicit and entry.name not in self._names:
-                raise self._names.not_found(entry.name)
+            self._names.check_not_unloaded(known)
             self._names.make_name(entry.name, stay.in_use)
             try:
                 self._names.make_room(entry, share or HostShare(), stay, ticket)

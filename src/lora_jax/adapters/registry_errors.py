@@ -2,6 +2,7 @@
 
 RETRY_AFTER_S = 1.0
 _MOST_SHOWN = 20  # names in a message
+_ANEW = "load it again in place, or unload it first."
 
 
 class AdapterNotFound(KeyError):
@@ -68,3 +69,13 @@ class HostFull(RegistryBusy):
         if not seconds:
             return self
         return HostFull(f"{self} The request has waited for {seconds:g} s.", self.retry_after_s)
+
+
+def files_changed(name: str) -> AdapterRejected:
+    """Return the error of files that are others than those that were loaded under a name."""
+    return AdapterRejected(f"Adapter {name!r}: its files have changed since it was loaded; {_ANEW}")
+
+
+def files_gone(name: str) -> AdapterRejected:
+    """Return the error of a name that was loaded, and whose folder is not there any more."""
+    return AdapterRejected(f"Adapter {name!r}: its folder has gone since it was loaded; {_ANEW}")

@@ -136,7 +136,9 @@ class FakeRegistry:
     def refuse(self, name: str, why: str) -> None:
         self.refused[name] = why
 
-    def unload(self, name: str) -> FakeEntry:
+    def unload(self, name: str) -> FakeEntry | None:
+        if self.refused.pop(name, None) is not None and name not in self._entries:
+            return None
         self.get(name)
         return self._entries.pop(name)
 

@@ -295,6 +295,18 @@ def test_a_repeated_load_takes_only_the_same_files_and_is_not_limited(root):
     assert [entry.name for entry in names.entries()] == ["a"]
 
 
+def test_a_refused_name_can_be_unloaded(root):
+    names = registry(root)
+    names.refuse("sql", "Its files have changed.")
+    names.refuse("sql@v1", "Its files have changed.")
+    assert names.unload("sql") is None
+    assert names.unload("sql@v1") is None
+    assert names.resolve("sql").name == "sql", "a folder that is read on its first use"
+    for name in ("sql@v1", "nobody"):
+        with pytest.raises(AdapterNotFound):
+            names.unload(name)
+
+
 def test_a_refused_name_comes_back_only_by_a_load(root):
     names = registry(root)
     for name in ("sql", "sql@v1"):  # a version is never read on its first use

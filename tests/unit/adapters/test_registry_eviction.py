@@ -1,6 +1,7 @@
 """Adapters leave the host memory of a registry for others, and come back by name."""
 
 import re
+import shutil
 import threading
 
 import pytest
@@ -118,6 +119,26 @@ def test_an_explicit_load_stays_known_and_a_changed_file_is_refused(big_root):
     assert names.resolve("mine") is names.get("mine")
     assert names.unload("mine").name == "mine"
     assert not names.knows("mine")
+
+
+def test_a_folder_that_has_gone_is_told_of_a_name_that_was_loaded(big_root):
+    """Not that the name does not exist: it is listed. One that callers merely used is forgotten."""
+    names = two(big_root)
+    names.load("mine", "sql")
+    for name in ("law", "med", "art"):
+        names.resolve(name)
+    for folder in ("sql", "law"):
+        shutil.rmtree(big_root / folder)
+    with pytest.raises(AdapterRejected, match="'mine': its folder has gone since it was loaded"):
+        names.resolve("mine")
+    assert names.knows("mine")
+    assert names.knows("law")
+    with pytest.raises(AdapterNotFound, match="'law' was not found"):
+        names.resolve("law")
+    assert not names.knows("law")
+    names.unload("mine")
+    with pytest.raises(AdapterNotFound, match="'mine' does not exist"):
+        names.resolve("mine")
 
 
 def test_an_operators_folder_is_read_again_from_outside_the_root(big_root):

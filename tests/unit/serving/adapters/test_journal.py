@@ -281,6 +281,33 @@ def test_why_adapters_are_not_served_is_in_the_list(root, tmp_path):
         assert "refused" not in client.get("/v1/loras").json()
 
 
+@pytest.mark.parametrize(
+    ("route", "body"),
+    [
+        ("/v1/unload_lora_adapter", {"lora_name": "law"}),
+        ("/unload_lora_adapter", {"lora_name": "law"}),
+        ("/v1/loras/law", None),
+    ],
+)
+def test_what_is_not_served_can_be_unloaded_for_good(root, tmp_path, route, body):
+    """Without it the journal keeps a name whose files are gone, and each start logs an error."""
+    engine, made = FakeEngine(root), Journal(tmp_path / "state")
+    with client_of(create_app(engine, SETTINGS, journal=made)) as client:
+        assert load(client, "law", "art").status_code == 200
+    (root / "art").rename(tmp_path / "away")
+    again = FakeEngine(root)
+    assert "law" in replay(made.read(), again.registry)
+    with client_of(create_app(again, SETTINGS, journal=made)) as client:
+        assert "Load it again, or unload it." in client.get("/v1/loras").json()["refused"]["law"]
+        method = "DELETE" if body is None else "POST"
+        answer = client.request(method, route, json=body)
+        assert answer.status_code == 200, answer.text
+        assert "refused" not in client.get("/v1/loras").json()
+        assert client.request(method, route, json=body).status_code in (400, 404)
+    assert made.read() == Changes(unloaded=("law",))
+    assert replay(made.read(), FakeEngine(root).registry) == {}
+
+
 def test_a_folder_that_others_may_write_is_refused(tmp_path):
     (tmp_path / "open").mkdir(mode=0o777)
     (tmp_path / "open").chmod(0o777)
