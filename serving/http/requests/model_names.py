@@ -77,6 +77,7 @@ class ModelNames:
         caller: Caller,
         session: str = "",
         *,
+        param: str | None = None,
         lends: bool = True,
         is_gone: IsGone = never,
     ) -> Target:
@@ -87,7 +88,8 @@ class ModelNames:
         Where adapters in use take all host memory it waits. With `lends` the adapter's weights
         count as in use while the target is held. ClientDisconnect: the client left meanwhile.
         Raises ApiError 404 for a name that does not exist or is hidden from the caller, and 400
-        when the two name different adapters or the adapter's files are not acceptable.
+        when the two name different adapters or the adapter's files are not acceptable; `param` is
+        the field that named it, where it was none of these two.
         """
         by_model = self._adapter_of(model)
         adapter = by_model or lora_path or None
@@ -99,7 +101,7 @@ class ModelNames:
                 f"model names the adapter `{by_model[:64]}` and lora_path `{lora_path[:64]}`.",
                 param="lora_path",
             )
-        param = "model" if by_model else "lora_path"
+        param = param or ("model" if by_model else "lora_path")
         shown = model if by_model and model else adapter
         if not FULL_NAME.fullmatch(adapter) or not caller.may_use(adapter):
             raise unknown_model(shown, param)
@@ -145,7 +147,7 @@ class ModelNames:
             if self.is_base(part.name):
                 raise ApiError(400, "adapters names the base model.", param="adapters")
             # Not held: two sums that each hold a part would wait for each other's room.
-            how = {"lends": False, "is_gone": is_gone}
+            how = {"param": "adapters", "lends": False, "is_gone": is_gone}
             target = await self.resolve(part.name, None, caller, key, **how)
             if target.entry is not None:  # it is not the base model's
                 weighted.append((target.entry, part.weight))

@@ -57,6 +57,13 @@ def test_unknown_names_are_404_and_say_which(names, name):
     assert (error.value.status, error.value.param) == (404, "lora_path")
 
 
+def test_an_unknown_part_of_a_sum_is_told_of_the_field_that_names_it(names):
+    given = [{"name": "sql"}, {"name": "nope"}]
+    with pytest.raises(ApiError, match="`nope` does not exist") as error:
+        asyncio.run(names.resolve_sum(given, "fake-base", None, EVERYBODY, ""))
+    assert (error.value.status, error.value.param) == (404, "adapters")
+
+
 def test_two_different_adapters_are_400(names):
     with pytest.raises(ApiError, match="law") as error:
         resolve(names, "sql", "law")
