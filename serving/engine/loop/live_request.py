@@ -118,6 +118,7 @@ class LiveRequest:
             preemptions=sum(s.num_preemptions for s in sequences),
             tier=self.request.tier,
             bad_request=self._is_bad_request,
+            by_head=self.request.head is not None,
             logprob_sum=sum(choice.logprob_sum for choice in self._choices),
             num_logprobs=sum(choice.num_logprobs for choice in self._choices),
         )

@@ -37,6 +37,15 @@ class FinishedRequest:
     num_logprobs: int = 0
     tier: str = ""  # where the adapter was when the request was queued
     bad_request: bool = False  # an error of the request alone
+    by_head: bool = False  # a task head answers, which gives no token
+
+    @property
+    def ttft_s(self) -> float | None:
+        """Seconds from arrival to the first token, or to a head's answer; None: there was none."""
+        if self.first_token_s is not None:
+            return self.first_token_s - self.arrival_s
+        has_answer = self.by_head and not {"abort", "error"}.intersection(self.reasons)
+        return self.finished_s - self.arrival_s if has_answer else None
 
     def outcome(self) -> Outcome | None:
         """Return what a rollout's guard looks at.
@@ -45,11 +54,10 @@ class FinishedRequest:
         """
         if "abort" in self.reasons or self.bad_request:
             return None
-        first = self.first_token_s
         return Outcome(
             failed="error" in self.reasons,
             at_length="length" in self.reasons,
-            ttft_s=None if first is None else first - self.arrival_s,
+            ttft_s=self.ttft_s,
             logprob_sum=self.logprob_sum,
             num_logprobs=self.num_logprobs,
         )

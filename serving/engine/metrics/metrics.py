@@ -261,12 +261,9 @@ class EngineMetrics:
         self._by_adapter["requests"].labels(label).inc()
         self._by_adapter["prompt_tokens"].labels(label).inc(request.num_prompt)
         self._by_adapter["generation_tokens"].labels(label).inc(generated)
-        ttft_s = (
-            None if request.first_token_s is None else request.first_token_s - request.arrival_s
-        )
         sums = request.logprob_sum, request.num_logprobs
-        self.tiers.ended(request.tier, ttft_s)
-        self._versions.ended(name, request.reasons, ttft_s, *sums)
+        self.tiers.ended(request.tier, request.ttft_s)
+        self._versions.ended(name, request.reasons, request.ttft_s, *sums)
         for histogram, value in observations(request):
             self._histograms[histogram].observe(value)
         self.requests_done += 1

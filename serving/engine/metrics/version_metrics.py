@@ -24,7 +24,7 @@ class VersionMetrics:
         )
         self._first = Summary(
             "lora_jax:adapter_version_ttft_seconds",
-            "Seconds from arrival to the first token, by version.",
+            "Seconds from arrival to the first token, or to a task head's answer, by version.",
             _LABELS,
             registry=registry,
         )

@@ -49,3 +49,22 @@ def test_dashboards_find_their_boundaries():
     assert edges[-2:] == ["2560.0", "+Inf"]
     assert length_buckets(128) == (1, 2, 5, 10, 20, 50, 100)
     assert length_buckets(1) == (1,)
+
+
+def test_a_task_head_s_answer_has_a_time_as_a_first_token_has():
+    """A guard's `ttft_s` would never act on versions with a head, which give no token."""
+    by_head = dataclasses.replace(
+        DONE, reasons=("stop",), output_lengths=(0,), first_token_s=None, by_head=True, tier="disk"
+    )
+    assert by_head.outcome().ttft_s == by_head.ttft_s == 11.0
+    assert dataclasses.replace(DONE, by_head=True).ttft_s == 3.0, "answered by the LM head"
+    for reason in ("abort", "error"):
+        assert dataclasses.replace(by_head, reasons=(reason,)).ttft_s is None
+    made = make()
+    made.add_adapter("sql@v1")
+    made.request_done(dataclasses.replace(by_head, adapter="sql@v1"))
+    families = scrape(made)
+    for name, labels in (("tier", {"tier": "disk"}), ("version", {"version": "v1"})):
+        family = f"lora_jax:adapter_{name}_ttft_seconds"
+        assert value(families, family, f"{family}_count", **labels) == 1
+        assert value(families, family, f"{family}_sum", **labels) == 11.0
