@@ -9,6 +9,7 @@ of what is held are given meanwhile.
 
 import collections
 import dataclasses
+import logging
 import operator
 import threading
 from collections.abc import Callable, Sequence
@@ -17,6 +18,8 @@ from typing import Any, Protocol
 
 from lora_jax.adapters.host_memory.read_turns import ReadTurns
 from serving.lora_server.lease_metrics import LeaseMetrics, PartLoad
+
+logger = logging.getLogger(__name__)
 
 _RANK_LOST = "A rank of the LoRA Server is not there."
 _NO_ROOM = "All {} adapters on the LoRA Server are in use."
@@ -152,11 +155,19 @@ class Coordinator:
     def restore(self, rank: int, control: RankControl) -> None:
         """A rank has come back empty: load all it should hold.
 
-        Raises ConnectionError or ValueError when that fails; it then is still lost.
+        An adapter that it refuses, as one whose folder has changed or gone, is held by none from
+        now on: instances that lease it are refused its rows, and ask anew. Raises ConnectionError
+        when the rank does not answer; it then is still lost.
         """
         with self._changing:
             for digest, held in list(self._held.items()):
-                control.load(held.number, held.folder, digest, self._version)
+                try:
+                    control.load(held.number, held.folder, digest, self._version)
+                except ValueError as error:
+                    logger.warning("The LoRA Server drops adapter %s: %s", digest[:12], error)
+                    with self._lock:
+                        del self._held[digest]
+                    self._unload(held.number)
             with self._lock:
                 self._ranks[rank] = control
 

@@ -32,6 +32,8 @@ class Rank:
         if self.fault is not None:
             fault, self.fault = self.fault, None
             raise fault
+        if folder in self.bad:
+            raise ValueError(f"{folder} is bad")
         if len(self.held) >= self.room:
             raise ValueError("There is no room for the adapter now.")
         assert number not in self.held
@@ -148,6 +150,27 @@ def test_a_rank_that_is_lost_and_comes_back(coordinator, ranks):
     coordinator.restore(1, ranks[1])
     assert ranks[1].held == {number: ("a", "A")}
     assert coordinator.lease("two", "a", "A").number == number
+
+
+@pytest.mark.parametrize("leased", [True, False])
+def test_a_rank_comes_back_without_an_adapter_whose_files_have_changed(coordinator, ranks, leased):
+    """One folder that was changed or removed kept the rank, and so all adapters, away for ever."""
+    number = coordinator.lease("one", "a", "A").number
+    bad = coordinator.lease("one", "b", "B").number
+    if not leased:
+        coordinator.release("one", "b")
+    coordinator.lose(1)
+    ranks[1] = Rank()
+    ranks[1].bad = ranks[0].bad = {"B"}
+    coordinator.restore(1, ranks[1])
+    assert ranks[1].held == ranks[0].held == {number: ("a", "A")}
+    assert set(coordinator.held()) == {"a"}
+    with pytest.raises(ValueError, match="B is bad"):
+        coordinator.lease("one", "b", "B")
+    for rank in ranks:
+        rank.bad = set()
+    assert coordinator.lease("one", "b", "B").number != bad
+    coordinator.release("one", "b")
 
 
 def test_a_rank_that_dies_while_it_loads(coordinator, ranks):
