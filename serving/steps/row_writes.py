@@ -26,13 +26,15 @@ class RowWrites:
 
         The host writes where every array is there: a step returns the history, so none runs then.
         """
-        if isinstance(packed, PackedPrompt) and self._by_host and has_ended(state.history):
+        arrays = state.history, state.key, state.ints, state.floats
+        is_prompt = isinstance(packed, PackedPrompt)  # which writes the history alone
+        written = arrays[:1] if is_prompt else arrays
+        # Looked at once: a step may end between two looks.
+        if not (self._by_host and all(map(has_ended, written))):
+            return admit(state, row, packed)
+        if is_prompt:
             self._writable(0, state.history)[row, : len(packed.tokens)] = packed.tokens
             return state
-        arrays = state.history, state.key, state.ints, state.floats
-        if not (self._by_host and all(map(has_ended, arrays))):
-            return admit(state, row, packed)
-        assert isinstance(packed, PackedRow), "a prompt alone has been written above"
         for place, values in enumerate(parts_of(packed)):
             self._writable(place, arrays[place])[row] = values
         return state

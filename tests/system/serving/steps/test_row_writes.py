@@ -82,3 +82,25 @@ def test_a_prompt_arrives_by_a_program_too_and_one_that_is_too_long_is_named():
     np.testing.assert_array_equal(state.history[1], [5, 4] + [0] * (MAX_LEN - 2))
     with pytest.raises(ValueError, match="25 tokens does not fit into 24"):
         pack_prompt([0] * 25, MAX_LEN, VOCAB)
+
+
+@pytest.mark.parametrize("ends_at", range(6))
+@pytest.mark.parametrize("is_prompt", [True, False])
+def test_a_step_may_end_between_any_two_looks_at_it(
+    ends_at: int, is_prompt: bool, monkeypatch: pytest.MonkeyPatch
+):
+    """A prompt of a task head ended the engine where the step ended after the first look."""
+    looks: list[object] = []
+
+    def has_ended(array: jax.Array) -> bool:
+        looks.append(array)
+        return len(looks) > ends_at
+
+    monkeypatch.setattr(module, "has_ended", has_ended)
+    row = pack_prompt([5, 4], MAX_LEN, VOCAB) if is_prompt else packed(0)
+    state = RowWrites(by_host=True).admit(init_row_state(4, MAX_LEN), 2, row)
+    want = admit(init_row_state(4, MAX_LEN), 2, row)
+    np.testing.assert_array_equal(state.history, want.history)
+    if not is_prompt:
+        for got, wanted in zip(jax.tree.leaves(state), jax.tree.leaves(want), strict=True):
+            np.testing.assert_array_equal(got, wanted)
