@@ -34,8 +34,8 @@ class TierMetrics:
         )
         self._first = Histogram(
             "lora_jax:adapter_tier_ttft_seconds",
-            "Seconds from arrival to the first token, or to a task head's answer, by the tier of the "
-            "adapter at queueing.",
+            "Seconds from arrival to the first token, or to a task head's answer, by the tier of "
+            "the adapter at queueing.",
             ("tier",),
             buckets=_TTFT,
             registry=registry,
