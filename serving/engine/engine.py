@@ -45,8 +45,7 @@ from serving.engine.metrics.stats import EngineStats
 from serving.engine.metrics.tier_metrics import tier_of
 from serving.engine.parts.model_info import ModelInfo
 from serving.engine.parts.parts import EngineParts, build_parts
-from serving.lora_server.instance import ServerAccess
-from serving.lora_server.tenant_side import TenantAccess
+from serving.lora_server.sides import RemoteAccess
 from serving.runtime.gang import Gang
 
 DEFAULT_DEADLINE_S = 60.0  # requests are served in order of their deadlines
@@ -65,7 +64,7 @@ class Engine:
         model: str | os.PathLike[str],
         adapters: Mapping[str, str | os.PathLike[str]] | None = None,
         *,
-        lora_server: ServerAccess | TenantAccess | None = None,
+        lora_server: RemoteAccess | None = None,
         backbone: ImportedArena | None = None,
         turns: AbstractTurns | None = None,
         gang: Gang | None = None,

@@ -6,6 +6,7 @@ zygote. Each function is sent the descriptors once, over a socket pair that nobo
 
 import atexit
 import contextlib
+import dataclasses
 import functools
 import json
 import logging
@@ -29,6 +30,7 @@ from serving.functions.program_maker import ProgramMaker
 from serving.functions.published import Published
 from serving.functions.room import Room
 from serving.functions.running import Running
+from serving.functions.shared_adapters import check_processes, shared_on
 from serving.functions.tenants import DEFAULTS, Tenant, Tenants
 from serving.functions.turns.keeper import TurnKeeper
 
@@ -58,6 +60,7 @@ class Agent:
         ttft_slo_s: float | None = None,
         isolation: str = "process",
         max_tenants: int | None = None,
+        tenant_processes: str | None = None,
         verify_s: float | None = None,
         **fields: Any,
     ):
@@ -76,9 +79,11 @@ class Agent:
         measured prefill of one request; on a CPU no turns.
 
         With `isolation` "process" each function has its own engine. With "server" one engine
-        batches the rows of all functions, and each adapter is in a separate process (`tenants`).
-        With "none" the adapters are in the engine too. `max_tenants` is the largest number of
-        adapters of that engine at a time.
+        batches the rows of all functions, and adapters are in other processes (`tenants`): by
+        `tenant_processes` "each" in one for each adapter, the default on CPUs, or by "one" in one
+        for all, which has a device of its own, the default on GPUs and all that they can. With
+        "none" the adapters are in the engine too. `max_tenants` is the largest number of adapters
+        of that engine at a time.
 
         With `verify_s` a process hashes the backbone at this interval, in seconds, and when a
         function dies (`guard`). If bytes have changed, the backbone is loaded again and functions
@@ -94,6 +99,7 @@ class Agent:
         options = {"keep_alive_s": keep_alive_s, "memory_bytes": memory_bytes}
         options |= {"ttft_slo_s": ttft_slo_s, "verify_s": verify_s}
         check_options(options | {"isolation": isolation, "max_tenants": max_tenants})
+        check_processes(tenant_processes, isolation)
         self.model = str(Path(model).resolve())
         if not Path(self.model, "config.json").is_file():
             raise ValueError(f"Cannot share {self.model}: there is no config.json.")
@@ -111,6 +117,7 @@ class Agent:
         self._ends, self._closing = Ends(), threading.Event()
         self._guard: Guard | None = None
         self._tenants: Tenants | None = None
+        self._tenant_processes, self._max_tenants = tenant_processes, most
         self._published: Published | None = None
         self.turns: TurnKeeper | None = None
         self._zygote = Zygote()
@@ -118,7 +125,7 @@ class Agent:
             model=self.model,
             fields=self._fields,
             isolation=isolation,
-            tenant_sizes=DEFAULTS | {"max_tenants": most} if isolation == "server" else None,
+            tenant_sizes=None,
             http=http,
             slo_s=ttft_slo_s,
             memory_bytes=self._room.limit,
@@ -138,16 +145,20 @@ class Agent:
         """Load the backbone beside the zygote's start, and make what starts processes over both."""
         self._published = Published(self.model, dtype)
         on_device, isolation = self._published.device != "cpu", settings.isolation
-        if isolation == "server" and on_device:
-            place = self._published.device
-            raise ValueError(f"isolation 'server' runs on CPUs, not on {place}: use 'process'.")
+        shared = None
+        if isolation == "server":
+            device, sizes = self._published.device, (self._end, self._max_tenants)
+            shared = shared_on(device, self._tenant_processes, *sizes)
+            tenants = DEFAULTS | {"max_tenants": self._max_tenants}
+            tenants |= {} if shared is None else {"address": shared.address}
+            settings = dataclasses.replace(settings, tenant_sizes=tenants)
         if isolation == "process" and (settings.slo_s is not None or on_device):
             self.turns = TurnKeeper()
         parts = self._zygote, self._published, self.turns, self._ends
         launch = Launcher(settings, *parts).launch
         self._maker = ProgramMaker(launch, self._end)
         if isolation != "process":
-            self._tenants = Tenants(launch, apart=isolation == "server")
+            self._tenants = Tenants(launch, apart=isolation == "server", shared=shared)
         self._zygote.expect_ready()
         if verify_s is not None:
             self._guard = Guard(launch, verify_s, self._fail_over)

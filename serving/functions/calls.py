@@ -22,10 +22,8 @@ from serving.engine.engine import Engine
 from serving.functions import rehearsal
 from serving.functions.messages import error_fields, http_of, output_fields, sampling_of
 from serving.functions.process_memory import backbone_memory, is_of_memory, private_bytes
-from serving.lora_server.tenant_side import (
-    TenantAccess as TenantAccess,  # for whoever makes the engine
-)
-from serving.lora_server.tenant_side import TenantSide, digest_of, report_of
+from serving.lora_server.shared_side import SharedAccess, SharedSide
+from serving.lora_server.tenant_side import TenantAccess, TenantSide, digest_of, report_of
 from serving.lora_server.transport.tenants import Seat
 from serving.runtime import xla_memory
 
@@ -43,6 +41,11 @@ def http_side(engine: Engine, http: dict[str, Any], module: ModuleType) -> "Http
     return module.HttpSide(engine, http_of(http["settings"]), http["budgets_folder"])
 
 
+def access_of(sizes: dict[str, Any]) -> TenantAccess | SharedAccess:
+    """Return an engine's access to processes of adapters; one that has all has an address."""
+    return SharedAccess(**sizes) if "address" in sizes else TenantAccess(**sizes)
+
+
 class Calls:
     """Answers of one function, each on a thread of its own."""
 
@@ -53,11 +56,13 @@ class Calls:
         arena: ImportedArena,
         adapter: str | None,
         http: "HttpSide | None",
-        tenants: TenantSide | None = None,
+        tenants: TenantSide | SharedSide | None = None,
     ):
         self._connection, self._engine, self._arena = connection, engine, arena
         self._adapter, self._http, self._tenants = adapter, http, tenants
         self._sending = threading.Lock()
+        if isinstance(tenants, SharedSide):
+            tenants.on_free = self._say_free
 
     def answer(self) -> None:
         """Return when the other side has gone."""
@@ -77,8 +82,8 @@ class Calls:
                 elif call["call"] in _SEATING:
                     if call["call"] == "leave" and (left := pools.pop(call["name"], None)):
                         left.shutdown(wait=False)  # its threads end with the calls that it has
-                    is_sit = call["call"] == "sit"
-                    fds = receive_fds(self._connection, 3) if is_sit else []
+                    has_seat = call["call"] == "sit" and "number" not in call
+                    fds = receive_fds(self._connection, 3) if has_seat else []
                     seating.submit(self._answer, call | {"fds": fds})
                 else:
                     owner = call.get("adapter")
@@ -199,6 +204,19 @@ class Calls:
         if tenants is None:
             registry.load(name, call["folder"], replace=True, pinned=True, confined=False)
             return
+        digest = self._seated(tenants, call)
+        try:
+            registry.load(name, name, replace=True, pinned=True, confined=False, digest=digest)
+        except BaseException:
+            tenants.leave(name, call["epoch"])
+            raise
+
+    def _seated(self, tenants: TenantSide | SharedSide, call: dict[str, Any]) -> str:
+        """Take in an adapter that is in another process; return its digest here."""
+        name, epoch = call["name"], call["epoch"]
+        if isinstance(tenants, SharedSide):
+            place = call["number"], epoch, call["life"]
+            return tenants.sit(name, report_of(call["report"]), *place)
         channel, bell, life = call["fds"]
         try:
             report = report_of(call["report"])
@@ -206,13 +224,13 @@ class Calls:
         except BaseException:
             close_all(call["fds"])
             raise
-        tenants.sit(name, report, Seat(channel, bell, life, call["epoch"]))
-        digest = digest_of(name, report.digest)
-        try:
-            registry.load(name, name, replace=True, pinned=True, confined=False, digest=digest)
-        except BaseException:
-            tenants.leave(name, call["epoch"])
-            raise
+        tenants.sit(name, report, Seat(channel, bell, life, epoch))
+        return digest_of(name, report.digest)
+
+    def _say_free(self, number: int) -> None:
+        """Tell the agent that no step has rows of an adapter that has left."""
+        with contextlib.suppress(OSError):  # the agent has gone
+            self._send({"freed": number})
 
     def _send(self, fields: dict[str, Any]) -> None:
         with self._sending:

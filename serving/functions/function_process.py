@@ -37,6 +37,7 @@ from serving.functions.late_imports import LateImports
 from serving.functions.process_memory import is_of_memory, private_bytes
 from serving.functions.turns.side import TurnSide
 from serving.runtime import xla_memory
+from serving.runtime.gpu_assignment import use_gpu
 from serving.runtime.program_cache import keep_programs_apart, step_files
 from serving.steps import kept_steps
 from serving.steps.kept_steps import NotKept
@@ -51,6 +52,7 @@ _SET_DUMPABLE, _NO_NEW_PRIVS = 4, 38  # of prctl
 CALLS = "serving.functions.calls"  # with the engine
 HTTP = "serving.functions.http_side"  # half a second of imports, for functions with routes alone
 TENANT = "serving.functions.tenant_process"
+SHARED = "serving.functions.adapters_process"
 # Errors of a start that the agent is told; others are faults, and end the process.
 _REFUSALS = (
     NotKept,
@@ -73,6 +75,9 @@ def main(connection, on_end: Callable[[], Any] = lambda: None) -> None:
     _shut_others_out()
     if order.get("tenant"):
         importlib.import_module(TENANT).run(connection, order, private_bytes)
+        return
+    if order.get("shared"):
+        importlib.import_module(SHARED).run(connection, order, private_bytes)
         return
     if order.get("guard"):
         guard_process.run(connection, order)
@@ -118,7 +123,7 @@ class _Built:
     engine: Any
     arena: ImportedArena
     side: Any  # HTTP; None: without routes
-    tenants: Any  # TenantAccess; None: the adapter is in this process
+    tenants: Any  # TenantAccess or SharedAccess; None: the adapter is in this process
     attached: float  # when the backbone was mapped, of time.monotonic
 
 
@@ -132,6 +137,8 @@ def _build(
 ) -> _Built:
     """Return the engine over the backbone; `sizes` gets those that its programs are kept by."""
     adapters = _adapters_of(order)
+    if order["device"] != "cpu" and "address" in (order.get("tenants") or {}):
+        use_gpu(0)  # the next one is that of all adapters
     # Programs are kept by these sizes: a process without the adapter can make them.
     sizes.update(needed_sizes(EngineConfig(order["model"], **order["fields"]), adapters))
     memory = for_platform(order["device"])
@@ -144,7 +151,7 @@ def _build(
     attached = time.monotonic()
     jax.devices()  # XLA's client, outside of Python's lock
     calls = late.get(CALLS)
-    tenants = order.get("tenants") and calls.TenantAccess(**order["tenants"])
+    tenants = order.get("tenants") and calls.access_of(order["tenants"])
     shared = {"backbone": arena, "turns": turns, "lora_server": tenants}
     engine = calls.Engine(order["model"], adapters, **shared, **order["fields"] | sizes)
     if share is not None and makes:

@@ -57,9 +57,10 @@ def limits(
 
     In the jail of a GPU nothing compiles, as XLA's assembler is a program. So neither the process
     that makes programs is in it nor the guard; both have no adapter and no call of a tenant. On a
-    CPU the former may hold more than a function, as compilers need it.
+    CPU the former may hold more than a function, as compilers need it. The process of all adapters
+    is in none either: it reads folders that it is told of later.
     """
-    if isolation == "none":
+    if isolation == "none" or order.get("shared"):
         return None
     makes = (order.get("programs") or {}).get("writes")
     if device == "cpu":

@@ -34,6 +34,8 @@ class Running:
         self.on_lost: Callable[[str, int], None] = lambda name, epoch: None
         # Called where the process ends because it has run out of its device memory.
         self.on_lack: Callable[[], None] = lambda: None
+        # Called with the number of an adapter in another process of which no step has rows.
+        self.on_freed: Callable[[int], None] = lambda number: None
         # Called with the bytes that the process alone holds, some time after it was ready.
         self.on_grown: Callable[[int], None] = lambda num_bytes: None
 
@@ -140,6 +142,9 @@ class Running:
                     continue
                 if "private_bytes" in answer:
                     self.on_grown(int(answer["private_bytes"]))
+                    continue
+                if "freed" in answer:
+                    self.on_freed(int(answer["freed"]))
                     continue
                 if "tenant" in answer:
                     self.on_lost(answer["tenant"], answer["epoch"])

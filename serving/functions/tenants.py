@@ -2,7 +2,8 @@
 
 The engine has the backbone, the KV pages and the programs. With `server` each adapter is in a
 process of its own, a tenant, which has nothing else; descriptors of its channel pass through the
-agent once and are closed. With `none` the engine reads the adapters.
+agent once and are closed. On GPUs one process has all adapters (`shared_adapters`). With `none` the
+engine reads the adapters.
 """
 
 import contextlib
@@ -13,11 +14,13 @@ import queue
 import signal
 import socket
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
 from lora_jax.memory.wire import close_all, receive_fds
 from serving.functions.running import Running
+from serving.functions.shared_adapters import SharedAdapters
 
 logger = logging.getLogger(__name__)
 
@@ -30,12 +33,14 @@ Launch = Callable[..., tuple[socket.socket, int, dict[str, Any]]]
 class Tenants:
     """The engine and its tenants, as an agent starts them; any thread may call."""
 
-    def __init__(self, launch: Launch, *, apart: bool):
+    def __init__(self, launch: Launch, *, apart: bool, shared: SharedAdapters | None = None):
         """`launch(order, backbone=...)` starts a process and returns its socket, pid and report.
 
-        `apart`: each adapter is in a process of its own.
+        `apart`: each adapter is in a process of its own; with `shared` all are in that one.
         """
-        self._launch, self._apart = launch, apart
+        self._launch, self._apart, self._shared = launch, apart, shared
+        if shared is not None:
+            shared.use(launch, self._end_held)
         self._lock = threading.Lock()
         self._engine: Running | None = None
         self._tenants: set[Tenant] = set()
@@ -58,6 +63,8 @@ class Tenants:
         if folder is None:
             return self._keep(Tenant(engine, name, None, None, engine.pid, dict(engine.about)))
         epoch = next(self._epochs)
+        if self._shared is not None:
+            return self._start_shared(self._shared, engine, name, folder, epoch)
         if not self._apart:
             call = {"call": "load", "name": name, "folder": folder}
             _taken_in(name, engine.send(call))
@@ -79,12 +86,31 @@ class Tenants:
         about = {"max_model_len": engine.about["max_model_len"], "attach_s": 0.0, **ready}
         return self._keep(Tenant(engine, name, name, connection, pid, about))
 
+    def _start_shared(
+        self, shared: SharedAdapters, engine: Running, name: str, folder: str, epoch: int
+    ) -> "Tenant":
+        """Return an adapter of the process that has all, taken in by the engine."""
+        begun = time.monotonic()
+        process, life, number, report = shared.load(name, folder, engine.about["tenants"])
+        try:
+            call = {"call": "sit", "name": name, "report": report, "epoch": epoch}
+            _taken_in(name, engine.send(call | {"number": number, "life": life}))
+        except BaseException:
+            shared.free(number)
+            raise
+        about = {"max_model_len": engine.about["max_model_len"], "attach_s": 0.0, "fork_s": 0.0}
+        about |= {"private_bytes": report["weight_bytes"], "epoch": epoch}
+        about["start_s"] = time.monotonic() - begun
+        return self._keep(Tenant(engine, name, name, None, process.pid, about, process))
+
     def close(self) -> None:
         """End the engine; tenants end with it."""
         with self._lock:
             self._closed, engine = True, self._engine
         if engine is not None:
             engine.close()
+        if self._shared is not None:
+            self._shared.close()
 
     def _running_engine(self) -> Running:
         with self._lock:
@@ -94,6 +120,8 @@ class Tenants:
                 connection, pid, about = self._launch({"name": "engine", "adapter": None})
                 self._engine = engine = Running(connection, pid, about)
                 engine.on_lost = self._lose
+                if self._shared is not None:
+                    engine.on_freed = self._shared.free
                 threading.Thread(
                     target=self._watch, args=(engine,), name="engine", daemon=True
                 ).start()
@@ -102,7 +130,7 @@ class Tenants:
     def _keep(self, tenant: "Tenant") -> "Tenant":
         with self._lock:
             self._tenants = {t for t in self._tenants if not t.ended} | {tenant}
-            gone = tenant.engine.ended
+            gone = tenant.engine.ended or (tenant.holder is not None and tenant.holder.ended)
         tenant.on_rest(self._rest)
         if gone:
             tenant.close()
@@ -130,6 +158,16 @@ class Tenants:
             self._tenants -= {*members}
         for tenant in members:
             tenant.close()
+        if self._shared is not None:  # it may hold adapters of which nobody here knows any more
+            self._shared.stop()
+
+    def _end_held(self, process: Running) -> None:
+        """End the functions whose adapters were in a process that has ended."""
+        with self._lock:
+            members = [tenant for tenant in self._tenants if tenant.holder is process]
+            self._tenants -= {*members}
+        for tenant in members:
+            tenant.close()
 
 
 class Tenant:
@@ -143,16 +181,20 @@ class Tenant:
         connection: socket.socket | None,
         pid: int,
         about: dict[str, Any],
+        holder: Running | None = None,
     ):
-        """`connection` is the process's own, None for what is in the engine."""
+        """`connection` is the process's own, None for what is in the engine, or in a `holder` of
+        several adapters.
+        """
         self._rest: Callable[[], None] = lambda: None
         self.engine, self.name, self.pid, self.about = engine, name, pid, about
+        self.holder = holder
         self._adapter, self._connection = adapter, connection
         self._ending = threading.Event()
         self.ended = False
         self._lock = threading.Lock()  # the descriptor, while it is used or closed
         self._process: int | None = None  # a descriptor of it: process ids are used again
-        if connection is not None:
+        if connection is not None or holder is not None:
             with contextlib.suppress(OSError):
                 self._process = os.pidfd_open(pid)
 
@@ -189,8 +231,11 @@ class Tenant:
 
     @property
     def ended_by_others(self) -> bool:
-        """True if it ended with the engine, which had answered calls: not by this adapter alone."""
-        return self.engine.ended and self.engine.has_answered
+        """True if it ended with the engine or the holder, and calls had been answered: not by this
+        adapter alone.
+        """
+        ended = self.engine.ended or (self.holder is not None and self.holder.ended)
+        return ended and self.engine.has_answered
 
     def end_if_idle(self) -> bool:
         """Let the process end unless calls are under way; return whether it does."""

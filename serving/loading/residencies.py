@@ -32,7 +32,7 @@ from serving.loading.residency import AbstractResidency, DeviceTables, Failures
 from serving.loading.server_residency import ServerResidency
 from serving.loading.stand_in_residency import StandInResidency
 from serving.lora_server.instance import InstanceSide
-from serving.lora_server.tenant_side import TenantSide
+from serving.lora_server.sides import RemoteSide
 
 _COPIED_AT_ONCE = 8  # loads: one waits for two steps, however little it copies
 
@@ -221,7 +221,7 @@ class Residencies:
 def make_residencies(
     allocator: SlotAllocator,
     esft: EsftParts | None,
-    server: InstanceSide | TenantSide | None,
+    server: RemoteSide | None,
     *,
     copier: Copier | None = None,
     host_form: HostForm | None = None,
@@ -256,7 +256,7 @@ def make_residencies(
     loader = AdapterLoader(allocator, make_job, at_once=at_once, on_loaded=on_loaded)
     if server is None:
         lora = LoraResidency(loader, copier, host_form, table)
-    elif not isinstance(server, TenantSide) and server.num_local:
+    elif isinstance(server, InstanceSide) and server.num_local:
         lora = StandInResidency(loader, server, LocalExperts(loader), copier, host_form)
     else:
         lora = ServerResidency(loader, server, copier, host_form)

@@ -12,7 +12,7 @@ from serving.loading.adapter_loader import AdapterLoader
 from serving.loading.lora_residency import HostForm, LoraResidency
 from serving.loading.residency import DeviceTables, Failures
 from serving.lora_server.instance import InstanceSide
-from serving.lora_server.tenant_side import TenantSide
+from serving.lora_server.sides import RemoteSide
 
 
 class ServerResidency(LoraResidency):
@@ -25,7 +25,7 @@ class ServerResidency(LoraResidency):
     def __init__(
         self,
         loader: AdapterLoader,
-        server: InstanceSide | TenantSide,
+        server: RemoteSide,
         copier: Copier | None = None,
         host_form: HostForm | None = None,
     ):

@@ -16,7 +16,7 @@ import collections
 import dataclasses
 import functools
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import jax
@@ -26,7 +26,6 @@ import numpy as np
 from lora_jax.adapters.slots import AdapterSlots
 from lora_jax.typing import Array, Bool, Int
 from serving.lora_server.rank import ServerRank
-from serving.lora_server.shards import ShardLayout
 from serving.lora_server.transport.device_server import (
     DeviceServer,
     Found,
@@ -69,12 +68,10 @@ class Report:
 class DeviceLoop:
     """The programs of one rank and its server; one thread uses it, `interrupt` is for any."""
 
-    def __init__(self, rank: ServerRank, layout: ShardLayout, server: DeviceServer):
-        """Compile, so that no request waits for that."""
+    def __init__(self, rank: ServerRank, layers: Sequence[int], server: DeviceServer):
+        """Compile, so that no request waits for that. `layers` are RankServer's."""
         self._rank, self._server = rank, server
-        local_layers = [
-            layer if layer in rank.shard.layers else _NOBODY for layer in layout.moe_layers
-        ]
+        local_layers = [layer if layer in rank.shard.layers else _NOBODY for layer in layers]
         self._layers = np.asarray(local_layers, np.int32)
         self._device = jax.local_devices()[0]
         copies = _AHEAD if jax.default_backend() == "gpu" else 1

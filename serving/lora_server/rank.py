@@ -30,7 +30,7 @@ from lora_jax.ops.adapter_items import adapter_items
 from lora_jax.ops.lora_gemm import lora_gemms
 from lora_jax.typing import Array, Float, Int
 from serving.lora_server.loading import LayerwiseLoad
-from serving.lora_server.shards import SITES, Shard, shard_catalogue
+from serving.lora_server.shards import AbstractShard
 from serving.lora_server.transport.device_server import MOST_MESSAGES, Share
 
 _SMALLEST_BUCKET, _BUCKET_FACTOR = 8, 4
@@ -65,7 +65,7 @@ class ServerRank:
     def __init__(
         self,
         catalogue: LoraCatalogue,
-        shard: Shard,
+        shard: AbstractShard,
         sizes: RankSizes,
         dtype: jnp.dtype,
         *,
@@ -78,7 +78,8 @@ class ServerRank:
         """
         self._implementation, self._copier = implementation, copier
         self.shard, self.sizes, self.dtype = shard, sizes, jnp.dtype(dtype)
-        self._catalogue = local = shard_catalogue(catalogue, shard)
+        self._modules_of = shard.sites
+        self._catalogue = local = shard.catalogue(catalogue)
         rows = jnp.dtype(jnp.int8) if sizes.int8_rows else self.dtype
         spec = size_slots(
             local, sizes.num_adapters, sizes.max_rank, rows.itemsize, sizes.byte_budget
@@ -124,15 +125,15 @@ class ServerRank:
     @property
     def sites(self) -> tuple[int, ...]:
         """Adapter numbers that requests may use."""
-        return tuple(site for site, names in SITES.items() if set(names) <= set(self.shard.modules))
+        return tuple(self._modules_of)
 
     def width_in(self, site: int) -> int:
         """Return the width of a row that comes in."""
-        return self._catalogue.modules[SITES[site][0]].d_in
+        return self._catalogue.modules[self._modules_of[site][0]].d_in
 
     def widths_out(self, site: int) -> tuple[int, ...]:
         """Return the width of each of a row's deltas."""
-        return tuple(self._catalogue.modules[name].d_out for name in SITES[site])
+        return tuple(self._catalogue.modules[name].d_out for name in self._modules_of[site])
 
     def pin(self, part: AdapterWeights) -> AdapterWeights:
         """Return a part as the host keeps it; any thread may ask.
@@ -265,7 +266,9 @@ class ServerRank:
             x,
             row_to_slot,
             row_to_expert,
-            modules=tuple(self._catalogue.module_names.index(name) for name in SITES[site]),
+            modules=tuple(
+                self._catalogue.module_names.index(name) for name in self._modules_of[site]
+            ),
             widths=self.widths_out(site),
             first_expert=self.shard.first_expert if self._of_experts(site) else None,
             max_rank=self.sizes.max_rank,
@@ -273,7 +276,7 @@ class ServerRank:
         )
 
     def _of_experts(self, site: int) -> bool:
-        return self._catalogue.modules[SITES[site][0]].num_experts > 0
+        return self._catalogue.modules[self._modules_of[site][0]].num_experts > 0
 
     def warm_up(self) -> None:
         """Compile everything that loading and requests will run."""

@@ -238,7 +238,7 @@ def _make_server(spec: ServerSpec, rank: int, door: Door) -> RankServer:
     held.warm_up()
     return RankServer(
         held,
-        server_design.layout,
+        server_design.layout.moe_layers,
         server_design.catalogue,
         door.open,
         AdapterReadLimits(max_rank=spec.max_rank),

@@ -14,7 +14,7 @@ import dataclasses
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 
@@ -30,7 +30,7 @@ from serving.lora_server.host_parts import HostParts
 from serving.lora_server.lease_metrics import PartLoad
 from serving.lora_server.rank import ServerRank
 from serving.lora_server.read_room import ReadRoom, folder_bytes
-from serving.lora_server.shards import ShardLayout, shard_part
+from serving.lora_server.shards import shard_part
 from serving.lora_server.shared_reads import SharedReads
 from serving.lora_server.transport.base import AbstractServer, Request
 from serving.lora_server.transport.device_server import DeviceServer
@@ -63,20 +63,22 @@ class RankServer:
     def __init__(
         self,
         rank: ServerRank,
-        layout: ShardLayout,
+        layers: Sequence[int],
         catalogue: LoraCatalogue,
         make_transport: Callable[[], AbstractServer],
         limits: reader.AdapterReadLimits | None = None,
         host_bytes: int = 0,
         load_format: str = "auto",
     ):
-        """`catalogue` is the whole base model's, for reading adapters, of which `host_bytes` are
+        """`layers` are those of messages, as the model numbers them.
+
+        `catalogue` is the whole base model's, for reading adapters, of which `host_bytes` are
         kept in host memory for the next time; `load_format` as for weight_source.
 
         `make_transport` is called by `open`: a rank that has come back loads what it should hold
         before instances find it.
         """
-        self._rank, self._layout, self._make_transport = rank, layout, make_transport
+        self._rank, self._layers, self._make_transport = rank, tuple(layers), make_transport
         self._transport: AbstractServer | None = None
         self._programs: DeviceLoop | None = None  # where the transport is the device's
         self._catalogue, self._limits = catalogue, limits
@@ -134,7 +136,16 @@ class RankServer:
         part = self._parts.held(digest)
         if part is None:
             part, read_s = self._part(folder, digest, self._parts.put)
+        self._write(number, part, version)
+        return PartLoad(read_s, time.monotonic() - begun)
 
+    def hold(self, number: int, weights: AdapterWeights, version: int = 0) -> None:
+        """Hold an adapter that the caller has read; else as `load`."""
+        part = shard_part(weights, self._rank.shard, copy=False)
+        self._write(number, self._rank.pin(part), version)
+
+    def _write(self, number: int, part: AdapterWeights, version: int) -> None:
+        """Have the loop write a part; return when requests may use it. Raises as `load`."""
         done: Future[None] = Future()
 
         def start() -> bool:
@@ -144,7 +155,6 @@ class RankServer:
             return False
 
         self._submit(start, done).result()
-        return PartLoad(read_s, time.monotonic() - begun)
 
     def unload(self, number: int, version: int) -> None:
         """Hold nothing under `number` from now on. Raises ConnectionError as `load` does."""
@@ -166,7 +176,7 @@ class RankServer:
             self._transport = self._make_transport()
             if isinstance(self._transport, DeviceServer):
                 self._compilations.ignore_this_thread()
-                self._programs = DeviceLoop(self._rank, self._layout, self._transport)
+                self._programs = DeviceLoop(self._rank, self._layers, self._transport)
                 self._compilations.watch_this_thread()
             return True
 
@@ -257,14 +267,14 @@ class RankServer:
         shard, rank = self._rank.shard, self._rank
         local = request.experts - shard.first_expert
         has_experts = np.all((local >= 0) & (local < shard.num_experts))
-        is_local = self._layout.moe_layers[request.layer] in shard.layers
+        is_local = self._layers[request.layer] in shard.layers
         if not (has_experts and is_local) or request.table_version > self._version:
             return None
         return rank.slots_of(request.adapters, rank.bucket(request.rows))
 
     def _must_wait(self, request: Request) -> bool:
         """True if a request can be answered, but not before a layer is here."""
-        layer = self._layout.moe_layers[request.layer]
+        layer = self._layers[request.layer]
         has_slots = self._slots_of(request) is not None
         return has_slots and self._rank.must_wait(request.adapters, layer)
 
@@ -273,7 +283,7 @@ class RankServer:
         slots = self._slots_of(request)
         if slots is None:
             return None
-        layer = self._layout.moe_layers[request.layer]
+        layer = self._layers[request.layer]
         while self._rank.must_wait(request.adapters, layer):
             self._advance()
             self._stopping.wait(_COPYING_S)

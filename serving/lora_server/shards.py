@@ -42,9 +42,45 @@ class Shard:
         return EXPERT_MODULES + ATTENTION_MODULES if self.attention else EXPERT_MODULES
 
     @property
+    def sites(self) -> dict[int, tuple[str, ...]]:
+        """Modules of each exchange that it answers, by the number of the site."""
+        return {site: names for site, names in SITES.items() if {*names} <= {*self.modules}}
+
+    @property
     def expert_slice(self) -> slice:
         """Its experts among all of the model."""
         return slice(self.first_expert, self.first_expert + self.num_experts)
+
+    def catalogue(self, catalogue: LoraCatalogue) -> LoraCatalogue:
+        """Return the catalogue of this part; see `shard_catalogue`."""
+        return shard_catalogue(catalogue, self)
+
+
+class AbstractShard(Protocol):
+    """One rank's part of every adapter, of a plan or of whole adapters."""
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def layers(self) -> tuple[int, ...]: ...
+
+    @property
+    def first_expert(self) -> int: ...
+
+    @property
+    def num_experts(self) -> int: ...
+
+    @property
+    def modules(self) -> tuple[str, ...]: ...
+
+    @property
+    def sites(self) -> dict[int, tuple[str, ...]]: ...
+
+    @property
+    def expert_slice(self) -> slice: ...
+
+    def catalogue(self, catalogue: LoraCatalogue) -> LoraCatalogue: ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -187,7 +223,9 @@ def split(weights: AdapterWeights, layout: ShardLayout) -> AdapterWeights:
     return SplitWeights(part.sites, report, whole)
 
 
-def shard_part(weights: AdapterWeights, shard: Shard, *, copy: bool = True) -> AdapterWeights:
+def shard_part(
+    weights: AdapterWeights, shard: AbstractShard, *, copy: bool = True
+) -> AdapterWeights:
     """Return one rank's part, each matrix [num_experts or 1, rank, width].
 
     A matrix that sites or experts share stays one array, so that it is stored once. The arrays are

@@ -64,13 +64,13 @@ class TenantLayout:
         """Return the catalogue's module."""
         return self._modules[name]
 
-    def shapes(self, max_rows: int, dtype: str) -> Shapes:
-        """Return the shapes of a tenant's channel for messages of so many rows.
+    def shapes(self, max_rows: int, dtype: str, delta_dtype: str = "float32") -> Shapes:
+        """Return the shapes of a channel for messages of so many rows.
 
-        Results are float32, rounded once where they are added.
+        A tenant's results are float32, rounded once where they are added.
         """
         sites = []
         for group in self.sites:
             maps = [self._modules[name] for name in group]
             sites.append(Site(" ".join(group), maps[0].d_in, tuple(m.d_out for m in maps)))
-        return Shapes(self.num_layers, max_rows, dtype, "float32", tuple(sites))
+        return Shapes(self.num_layers, max_rows, dtype, delta_dtype, tuple(sites))

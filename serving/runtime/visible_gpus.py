@@ -7,6 +7,17 @@ _DRIVER = Path("/proc/driver/nvidia/gpus")  # a folder for each GPU of the host
 _MOST_GPUS = 16  # of a host; CUDA heeds a list up to its first number without a GPU
 
 
+def count_visible(visible: str | None, driver: Path = _DRIVER) -> int | None:
+    """Return how many GPUs a process sees; None: the driver does not say.
+
+    `visible` is as for `first_of`.
+    """
+    listed = None if visible is None else [name for name in visible.split(",") if name.strip()]
+    found = len(list(driver.iterdir())) if driver.is_dir() else None
+    counts = [n for n in (None if listed is None else len(listed), found) if n is not None]
+    return min(counts, default=None)
+
+
 def check_count(visible: str | None, count: int, driver: Path = _DRIVER) -> None:
     """Raise ValueError where roles need more GPUs than this host, or the list `visible`, has.
 

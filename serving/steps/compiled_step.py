@@ -26,8 +26,7 @@ from jax.stages import Lowered, Traced
 from lora_jax.kv_cache import PagedKVCache
 from lora_jax.sharding import put
 from lora_jax.typing import Array, Int
-from serving.lora_server.client import ServerLink
-from serving.lora_server.tenant_side import TenantLink
+from serving.lora_server.sides import RemoteLink
 from serving.runtime.program_cache import forget_lowered
 from serving.steps.device_state import RowState, history_and_rest, zeros
 from serving.steps.forwarded import Forwarded, no_heads, no_logits
@@ -64,7 +63,7 @@ class CompiledStep:
         self,
         model: nnx.Module,
         sizes: StepSizes,
-        link: ServerLink | TenantLink | None,
+        link: RemoteLink | None,
         vocab_size: int,
         *,
         in_place: bool,

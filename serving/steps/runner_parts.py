@@ -11,8 +11,7 @@ from flax import nnx
 from lora_jax.adapters.slots import AdapterSlots, RowWriter
 from lora_jax.kv_cache import KVShape, PagedKVCache
 from lora_jax.sharding import Split
-from serving.lora_server.client import ServerLink
-from serving.lora_server.tenant_side import TenantLink
+from serving.lora_server.sides import RemoteLink
 from serving.steps.image_encoder import ImageEncoder
 from serving.steps.kept_steps import KeptSteps
 from serving.steps.merged_weights import MergedWeights
@@ -41,7 +40,7 @@ class StepAdapters:
     bringing: Set[int] = frozenset()  # slots of adapters with more than LoRA; the caller changes it
     row_writer: RowWriter = "programs"  # without a page pool
     reroute_tables: np.ndarray | None = None  # of ESFT, if the model has expert tensors
-    link: ServerLink | TenantLink | None = None  # to the LoRA Server of the experts' part
+    link: RemoteLink | None = None  # to the LoRA Server of the experts' part
     merged: MergedWeights | None = None  # weights that steps may take in place of the model's
     mixture: bool = False  # whether steps on merged weights may have rows of other adapters
 

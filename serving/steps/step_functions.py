@@ -12,8 +12,7 @@ from typing import Any
 import jax
 from flax import nnx
 
-from serving.lora_server.client import ServerLink
-from serving.lora_server.tenant_side import TenantLink
+from serving.lora_server.sides import RemoteLink
 from serving.steps.device_state import RowState
 from serving.steps.sampling.mask_board import MaskBoard
 from serving.steps.sampling.token_masks import unpack_masks
@@ -34,7 +33,7 @@ Trees = tuple[Any, Any]
 def jit_steps(
     model: nnx.Module,
     sizes: StepSizes,
-    link: ServerLink | TenantLink | None,
+    link: RemoteLink | None,
     sample: Sample,
     options: dict[str, str] | None,
     split: StepSplit | None,
@@ -73,7 +72,7 @@ class _StepFunctions:
         merged: Callable[[Leaves], Any],
         specs: Any,
         sizes: StepSizes,
-        link: ServerLink | TenantLink | None,
+        link: RemoteLink | None,
         sample: Sample,
         split: StepSplit | None,
         board: MaskBoard | None,

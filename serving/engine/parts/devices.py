@@ -13,9 +13,8 @@ from lora_jax.models.split import make_split
 from lora_jax.ops.native import cpu_features
 from lora_jax.sharding import Split
 from serving.api.config import EngineConfig
-from serving.lora_server.instance import InstanceSide
 from serving.lora_server.shards import local_catalogue
-from serving.lora_server.tenant_side import TenantSide
+from serving.lora_server.sides import RemoteSide
 from serving.runtime.collectives import bound_collectives
 from serving.runtime.gang import Gang
 
@@ -57,7 +56,7 @@ def local_widths(split: Split | None) -> LocalWidths | None:
 
 
 def held_locally(
-    catalogue: LoraCatalogue, remote: InstanceSide | TenantSide | None, widths: LocalWidths | None
+    catalogue: LoraCatalogue, remote: RemoteSide | None, widths: LocalWidths | None
 ) -> tuple[LoraCatalogue, int]:
     """Return the modules of which slots hold every adapter, and the number held whole.
 

@@ -28,8 +28,8 @@ from serving.engine.parts.over_hosts import for_hosts
 from serving.engine.parts.pairs import Beside, check_pairs
 from serving.engine.parts.shared_backbone import check_backbone, source_of
 from serving.loading.esft_checks import check_esft
-from serving.lora_server.instance import ServerAccess, check_devices
-from serving.lora_server.tenant_side import TenantAccess
+from serving.lora_server.instance import check_devices
+from serving.lora_server.sides import RemoteAccess
 from serving.runtime.gang import Gang
 from serving.runtime.program_cache import keep_programs
 from serving.text.tokenizer import Tokenizer
@@ -51,7 +51,7 @@ class EngineStart:
 def prepare(
     config: EngineConfig,
     adapters: Mapping[str, str | os.PathLike[str]],
-    access: ServerAccess | TenantAccess | None,
+    access: RemoteAccess | None,
     backbone: ImportedArena | None,
     gang: Gang | None,
 ) -> EngineStart:

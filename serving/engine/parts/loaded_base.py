@@ -34,10 +34,9 @@ from serving.engine.parts.merging import make_merged
 from serving.engine.parts.model_info import catalogue_of, log_quantised
 from serving.engine.parts.needed_sizes import head_labels
 from serving.engine.parts.over_hosts import shared
-from serving.engine.parts.target_parts import take_targets
+from serving.engine.parts.target_parts import take_sites, take_targets
 from serving.loading.esft_parts import EsftParts, make_esft
-from serving.lora_server.instance import InstanceSide, ServerAccess
-from serving.lora_server.tenant_side import TenantAccess, TenantSide
+from serving.lora_server.sides import RemoteAccess, RemoteSide
 from serving.runtime.gang import Gang
 from serving.steps.merged_weights import MergedWeights
 
@@ -60,7 +59,7 @@ class LoadedBase:
     usual_rank: int | None  # the largest of adapters; None: up to max_lora_rank
     size: CacheSize
     esft: EsftParts | None
-    remote: InstanceSide | TenantSide | None
+    remote: RemoteSide | None
     split: Split | None
     widths: LocalWidths | None  # of the split
     images: ImageParts | None
@@ -72,7 +71,7 @@ class LoadedBase:
 def load_base(
     start: EngineStart,
     adapters: Mapping[str, str | os.PathLike[str]],
-    access: ServerAccess | TenantAccess | None,
+    access: RemoteAccess | None,
     gang: Gang | None,
     undo: ExitStack,
 ) -> LoadedBase:
@@ -94,6 +93,7 @@ def load_base(
     modules = catalogue_of(model, model_config)
     is_shared = start.source.is_shared
     modules = take_targets(model, modules, config, adapters, gang, is_shared=is_shared)
+    modules = take_sites(model, modules, remote)
     catalogue = take_heads(model, modules, model_config.hidden_size, labels)
     has_server = remote is not None
     catalogue, norms = take_brought(model, catalogue, config, adapters, has_server=has_server)

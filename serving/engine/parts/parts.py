@@ -34,8 +34,7 @@ from serving.engine.parts.slot_parts import SlotParts, make_slots
 from serving.engine.parts.step_parts import logit_rows, make_runner, make_scheduler
 from serving.loading.compositions import Compositions
 from serving.loading.residencies import Residencies
-from serving.lora_server.instance import ServerAccess
-from serving.lora_server.tenant_side import TenantAccess
+from serving.lora_server.sides import RemoteAccess
 from serving.runtime.compile_counter import CompileCounter
 from serving.runtime.gang import Gang
 from serving.scheduling.scheduler import Scheduler
@@ -121,7 +120,7 @@ class EngineParts:
 def build_parts(
     config: EngineConfig,
     adapters: Mapping[str, str | os.PathLike[str]],
-    access: ServerAccess | TenantAccess | None = None,
+    access: RemoteAccess | None = None,
     backbone: ImportedArena | None = None,
     turns: AbstractTurns | None = None,
     gang: Gang | None = None,

@@ -18,8 +18,7 @@ from serving.api.load_format import WeightSource
 from serving.engine.parts.early_checks import limits_of
 from serving.loading.compositions import Compositions
 from serving.loading.residencies import Residencies
-from serving.lora_server.instance import InstanceSide
-from serving.lora_server.tenant_side import TenantSide
+from serving.lora_server.sides import RemoteSide
 
 logger = logging.getLogger(__name__)
 
@@ -42,7 +41,7 @@ class Base(Protocol):
     def config(self) -> ModelConfig: ...
 
     @property
-    def remote(self) -> InstanceSide | TenantSide | None: ...
+    def remote(self) -> RemoteSide | None: ...
 
 
 def make_registry(

@@ -9,6 +9,8 @@ from lora_jax.adapters.target_modules import modules_changed, modules_named
 from lora_jax.nn.decoder import AbstractCausalLM
 from serving.api.config import GIVEN_MODULES, EngineConfig
 from serving.engine.parts.over_hosts import shared
+from serving.lora_server.shared_side import SharedSide
+from serving.lora_server.sides import RemoteSide
 from serving.runtime.gang import Gang
 
 logger = logging.getLogger(__name__)
@@ -39,6 +41,17 @@ def take_targets(
     model.module_names = catalogue.module_names
     if catalogue.closed:
         logger.info("Adapters may have LoRA on %s alone.", ", ".join(catalogue.module_names))
+    return catalogue
+
+
+def take_sites(
+    model: AbstractCausalLM, catalogue: LoraCatalogue, remote: RemoteSide | None
+) -> LoraCatalogue:
+    """Return the catalogue of what another process computes, where one has all adapters whole."""
+    if not isinstance(remote, SharedSide):
+        return catalogue
+    catalogue = catalogue.only(remote.link.layout.shard.modules)
+    model.module_names = catalogue.module_names
     return catalogue
 
 

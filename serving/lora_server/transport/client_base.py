@@ -46,9 +46,14 @@ class AbstractClientBase[Joined](AbstractClient):
                 continue
         return self.lost()
 
-    def _join_all(self) -> None:
-        """Join every server. Raises TransportError, with nothing kept, if one is not there."""
+    def _join_all(self, *, late: bool = False) -> None:
+        """Join every server. Raises TransportError, with nothing kept, if one is not there.
+
+        Those that come `late` are lost until a `rejoin`.
+        """
         self.set_limit(FIRST_LIMIT)
+        if late:
+            return
         try:
             for server in range(self.servers):
                 self._join(server)

@@ -68,16 +68,18 @@ class DeviceClient(AbstractClientBase[Landed]):
         endpoints: DeviceEndpoints,
         *,
         separate_stream: bool,
+        late: bool = False,
     ):
         """Join every server. Raises TransportError, with nothing kept, if one is not there.
 
         With `separate_stream` rows leave, and answers are waited for, on a stream of their own
-        while the base computes; without they may be part of a CUDA graph.
+        while the base computes; without they may be part of a CUDA graph. Servers that come `late`
+        are lost until a `rejoin`.
         """
         super().__init__(shapes, connectors)
         self._separate_stream = separate_stream
         self._endpoint: ClientEndpoint = endpoints.new_client(numbers(shapes), self.servers)
-        self._join_all()
+        self._join_all(late=late)
 
     def push(
         self, x: Float[Array, "rows d_in"], site: int, layer: Int[Array, ""] | int, rows: PushRows

@@ -47,14 +47,17 @@ def open_client(
     patience: float = 10.0,
     pull: bool = False,
     separate_stream: bool = True,
+    late: bool = False,
 ) -> DeviceClient:
     """Return a client on the device of `endpoints`; see handshake.open_client for the errors.
 
     `pull` must be the servers' own; for `separate_stream` see DeviceClient.
     """
-    callers = handshake.callers(_DeviceMemory(endpoints), paths, terms, patience)
+    memory, waits_s = _DeviceMemory(endpoints), None if late else patience
+    callers = handshake.callers(memory, paths, terms, waits_s)
     connectors = [_Imported(caller, terms.shapes, endpoints, pull) for caller in callers]
-    return DeviceClient(terms.shapes, connectors, endpoints, separate_stream=separate_stream)
+    options = {"separate_stream": separate_stream, "late": late}
+    return DeviceClient(terms.shapes, connectors, endpoints, **options)
 
 
 def open_local_client(

@@ -115,20 +115,26 @@ def open_client(
     *,
     patience: float,
     pull: bool,
+    late: bool = False,
 ) -> SlotClient:
     """Return a client of the servers at `addresses`, in the order of their ranks.
 
-    Waits up to `patience` seconds for each to listen, and as long for its answer. Raises ValueError
+    Waits up to `patience` seconds for each to listen, and as long for its answer; `late` ones are
+    not waited for, and lost until a `rejoin`. Raises ValueError
     for a number of addresses that is not the plan's, and TransportError, saying what to change,
     where a server is not there or does not agree with `terms`.
     """
-    return SlotClient(terms.shapes, callers(transport, addresses, terms, patience), pull=pull)
+    connectors = callers(transport, addresses, terms, None if late else patience)
+    return SlotClient(terms.shapes, connectors, pull=pull, late=late)
 
 
 def callers(
-    transport: AbstractTransport, addresses: Sequence[Address], terms: Terms, patience: float
+    transport: AbstractTransport, addresses: Sequence[Address], terms: Terms, patience: float | None
 ) -> list[AbstractConnector]:
-    """Return what joins each server, all of which listen; errors as open_client."""
+    """Return what joins each server, all of which listen; errors as open_client.
+
+    None: nobody has to listen yet.
+    """
     devices = terms.placement.devices
     if len(addresses) != devices:
         raise ValueError(
@@ -137,8 +143,9 @@ def callers(
     connectors = [
         _Connector(transport, address, terms, rank) for rank, address in enumerate(addresses)
     ]
-    for caller in connectors:
-        caller.wait_for(patience)
+    if patience is not None:
+        for caller in connectors:
+            caller.wait_for(patience)
     return list(connectors)
 
 

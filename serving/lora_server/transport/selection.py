@@ -141,6 +141,7 @@ def open_client(
     *,
     separate_stream: bool = True,
     device: int = 0,
+    late: bool = False,
 ) -> AbstractClient:
     """Return a client of the servers at `paths`; see handshake.open_client for the errors.
 
@@ -151,10 +152,9 @@ def open_client(
         _require_host_memory(NIXL)
         return nixl.open_client(paths, terms)
     if jax.default_backend() == "cpu":
-        return shared_memory.open_client(paths, terms)
-    return device_memory.open_client(
-        paths, terms, _endpoints(device), separate_stream=separate_stream
-    )
+        return shared_memory.open_client(paths, terms, late=late)
+    options = {"separate_stream": separate_stream, "late": late}
+    return device_memory.open_client(paths, terms, _endpoints(device), **options)
 
 
 def _require_no_world(transport: str) -> None:

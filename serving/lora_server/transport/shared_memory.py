@@ -23,10 +23,16 @@ def open_server(path: str | Path, terms: Terms, rank: int, *, pull: bool = False
 
 
 def open_client(
-    paths: Sequence[str | Path], terms: Terms, *, patience: float = 10.0, pull: bool = False
+    paths: Sequence[str | Path],
+    terms: Terms,
+    *,
+    patience: float = 10.0,
+    pull: bool = False,
+    late: bool = False,
 ) -> SlotClient:
     """Return a client of the servers at `paths`; see handshake.open_client for the errors."""
-    return handshake.open_client(_SharedMemory(), paths, terms, patience=patience, pull=pull)
+    options = {"pull": pull, "late": late}
+    return handshake.open_client(_SharedMemory(), paths, terms, patience=patience, **options)
 
 
 class _SharedMemory(AbstractTransport[SlotServer]):

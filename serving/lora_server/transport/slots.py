@@ -43,16 +43,22 @@ class SlotClient(AbstractClientBase[Joined]):
     """A client whose landing slots the C++ handlers read and write. See AbstractClient."""
 
     def __init__(
-        self, shapes: Shapes, connectors: Sequence[AbstractConnector[Joined]], *, pull: bool
+        self,
+        shapes: Shapes,
+        connectors: Sequence[AbstractConnector[Joined]],
+        *,
+        pull: bool,
+        late: bool = False,
     ):
         """Join every server. Raises TransportError, with nothing kept, if one is not there.
 
-        With `pull`, results are read over before they are used: for comparison only.
+        With `pull`, results are read over before they are used: for comparison only. Servers that
+        come `late` are lost until a `rejoin`.
         """
         super().__init__(shapes, connectors)
         self._calls = calls()
         self._number = self._calls.client_new(numbers(shapes), self.servers, int(pull), 0)
-        self._join_all()
+        self._join_all(late=late)
 
     def push(
         self, x: Float[Array, "rows d_in"], site: int, layer: Int[Array, ""] | int, rows: PushRows

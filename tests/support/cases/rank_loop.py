@@ -50,7 +50,7 @@ class Running:
     def __init__(self, made, rank, adapters, transport=None):
         self.transport = transport or Transport()
         self.server = RankServer(
-            rank, made.layout, made.catalogue, lambda: self.transport, host_bytes=1 << 20
+            rank, made.layout.moe_layers, made.catalogue, lambda: self.transport, host_bytes=1 << 20
         )
         self.adapters = adapters
         self.digests = {

@@ -53,7 +53,7 @@ class Exchanges:
     def __init__(self, made, rank, gpus):
         self._shapes = made.terms.shapes
         self.server = DeviceServer(self._shapes, gpus.device(1), pull=False)
-        self.loop = DeviceLoop(rank, made.layout, self.server)
+        self.loop = DeviceLoop(rank, made.layout.moe_layers, self.server)
         endpoints = gpus.device(0)
         self.client = device_memory.open_local_client(
             [self.server], endpoints, separate_stream=False
@@ -257,7 +257,7 @@ def test_a_table_of_too_many_slots_takes_one_message_at_a_time(exchanges, rank, 
     assert rank.most_messages > 1
     monkeypatch.setattr("serving.lora_server.rank._MOST_SLOTS", 1)
     assert rank.most_messages == 1
-    exchanges.loop = DeviceLoop(rank, made[0].layout, exchanges.server)
+    exchanges.loop = DeviceLoop(rank, made[0].layout.moe_layers, exchanges.server)
     exchanges.push(DOWN, 1, [2, 2], [2, 3])
     assert exchanges.served() == Report(1)
     assert exchanges.wait()[1] == Status.ARRIVED
