@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from collections.abc import Collection
 from pathlib import Path
 
 import numpy as np
@@ -91,12 +92,18 @@ def llama_config(shape: LlamaShape) -> dict[str, object]:
     }
 
 
-def write_adapter(folder: Path, shape: LlamaShape, rank: int, seed: int) -> int:
-    """Write a PEFT LoRA on every linear map of every layer; return its bytes."""
+def write_adapter(
+    folder: Path, shape: LlamaShape, rank: int, seed: int, only: Collection[str] = ()
+) -> int:
+    """Write a PEFT LoRA on every linear map of every layer; return its bytes.
+
+    With `only` it is on the maps of these names alone.
+    """
     rng = np.random.default_rng(0)
+    maps = {n: d for n, d in shape.linears().items() if not only or n.split(".")[-1] in only}
     tensors = {}
     for layer in range(shape.num_layers):
-        for name, (d_out, d_in) in shape.linears().items():
+        for name, (d_out, d_in) in maps.items():
             path = f"base_model.model.model.layers.{layer}.{name}"
             a = rng.standard_normal((rank, d_in), dtype=np.float32) * d_in**-0.5
             b = rng.standard_normal((d_out, rank), dtype=np.float32) * (0.3 * rank**-0.5)
@@ -110,7 +117,7 @@ def write_adapter(folder: Path, shape: LlamaShape, rank: int, seed: int) -> int:
         "base_model_name_or_path": "random-llama",
         "r": rank,
         "lora_alpha": rank,
-        "target_modules": sorted({name.split(".")[-1] for name in shape.linears()}),
+        "target_modules": sorted({name.split(".")[-1] for name in maps}),
         "bias": "none",
         "inference_mode": True,
     }

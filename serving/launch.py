@@ -35,7 +35,7 @@ from serving.http.access.key_file import read_keys_file
 from serving.http.settings import NEVER_S, Cors, HttpSettings, KeyLimits
 from serving.http.wire.uvicorn_server import bind, bind_unix
 from serving.runtime.role_host import AbstractRoleHosts
-from serving.runtime.visible_gpus import VISIBLE, check_count
+from serving.runtime.visible_gpus import VISIBLE, check_count, count_visible
 
 __all__ = ["Options", "StartError", "command", "is_loopback", "main", "read_options", "run"]
 
@@ -189,6 +189,7 @@ def _require_gpus(options: Options, environ: Mapping[str, str]) -> None:
     visible = environ.get(VISIBLE)
     if visible is None and environ.get("JAX_PLATFORMS", "").startswith("cpu"):
         return
+    _require_one_agent(options, visible)
     devices, what = options.engine.tensor_parallel_size, f"{cluster.instances} instances"
     count = cluster.instances * devices + cluster.lora_server
     if cluster.has_nodes:
@@ -200,6 +201,17 @@ def _require_gpus(options: Options, environ: Mapping[str, str]) -> None:
         check_count(visible, count)
     except ValueError as error:
         raise StartError(f"Cannot start {what}: {error}") from None
+
+
+def _require_one_agent(options: Options, visible: str | None) -> None:
+    """Raise StartError for several instances whose adapters' processes would share their GPUs."""
+    apart = options.functions.functions_isolation == "server"
+    if apart and options.cluster.instances > 1 and count_visible(visible):
+        raise StartError(
+            "--functions-isolation server takes two GPUs for one instance, and is for one of them: "
+            f"leave --instances {options.cluster.instances} out, or use --functions-isolation "
+            "process."
+        )
 
 
 def _nodes_of(options: Options, stack: ExitStack) -> AbstractRoleHosts | None:

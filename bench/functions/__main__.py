@@ -5,6 +5,8 @@
 for four hours of the Azure Functions trace; every baseline is a model of its idea.
 `python -m bench.functions --isolation MODEL --adapter DIR --out DIR`: the price of each isolation
 level, for --tenants adapters at once.
+`python -m bench.functions --isolation llama-2-7b --layers 8 --out DIR`: levels "none" and "server"
+on two GPUs, with random weights of that shape.
 `python -m bench.functions --pages GB --out DIR`: pages of so many GB that processes attach to.
 `python -m bench.functions --device llama-2-7b --out DIR`: starts, bytes and turns of functions on
 a GPU, with random weights of that shape.
@@ -13,12 +15,20 @@ a GPU, with random weights of that shape.
 
 import argparse
 import json
+import os
 import time
 from pathlib import Path
 from typing import Any
 
 from bench import record
-from bench.functions import device_functions, device_pages, isolation, measured, policies
+from bench.functions import (
+    device_functions,
+    device_isolation,
+    device_pages,
+    isolation,
+    measured,
+    policies,
+)
 from bench.functions.large_model import SHAPES
 from bench.functions.run import simulate
 from bench.functions.sweeps import sweeps
@@ -26,6 +36,8 @@ from bench.functions.systems import ABLATIONS, SYSTEMS
 from bench.functions.times import Times, read_times
 from bench.functions.traces import CLASSES, CONVERSATIONS, MINUTES, WINDOWS, read_classes
 from serving.api.functions_config import ISOLATIONS
+
+_LIMIT_S, _SHAPE_LIMIT_S = 20.0, 180.0
 
 
 def tables(traces: Path, times: Times) -> dict[str, list[dict[str, Any]]]:
@@ -48,8 +60,14 @@ def options() -> argparse.ArgumentParser:
         "--measure", type=Path, metavar="MODEL", help="measure functions over this model"
     )
     parser.add_argument(
-        "--isolation", type=Path, metavar="MODEL", help="compare isolation levels over this model"
+        "--isolation",
+        type=Path,
+        metavar="MODEL",
+        help="compare isolation levels over this model; of a shape of --device: none and server",
     )
+    parser.add_argument("--layers", type=int, default=0, help="layers of a shape; 0: all")
+    parser.add_argument("--prompt-tokens", type=int, default=64, help="prompts over a shape")
+    parser.add_argument("--answer-tokens", type=int, default=128, help="answers over a shape")
     parser.add_argument("--adapter", type=Path, help="adapter for --measure and --isolation")
     parser.add_argument(
         "--pages", type=float, nargs="+", metavar="GB", help="sizes of backbones to attach, in GB"
@@ -86,7 +104,10 @@ def options() -> argparse.ArgumentParser:
     parser.add_argument("--times", type=Path, help="JSON with fields of bench.functions.times")
     parser.add_argument("--instances", type=int, default=20, help="random instances of --policies")
     parser.add_argument(
-        "--limit-s", type=float, default=20.0, help="time limit of one best plan, in seconds"
+        "--limit-s",
+        type=float,
+        default=_LIMIT_S,
+        help=f"time limit of one best plan, in seconds; of a shape: of all ({_SHAPE_LIMIT_S:g})",
     )
     parser.add_argument("--out", type=Path, required=True)
     return parser
@@ -100,7 +121,8 @@ def checked(parser: argparse.ArgumentParser) -> argparse.Namespace:
         parser.error(
             "give one of --policies, --simulate, --measure, --isolation, --pages and --device."
         )
-    if (given.measure or given.isolation) and given.adapter is None:
+    is_shape = str(given.isolation) in SHAPES
+    if (given.measure or given.isolation) and given.adapter is None and not is_shape:
         parser.error("--measure and --isolation need --adapter.")
     if given.simulate:
         folder = given.traces or Path()
@@ -120,6 +142,13 @@ def measured_of(given: argparse.Namespace) -> tuple[str, Any]:
     if given.measure:
         sizes = given.counts, given.seconds, given.slice_s
         return "measured", measured.measure(given.measure, given.adapter, *sizes)
+    if given.isolation and str(given.isolation) in SHAPES:
+        limit_s = given.limit_s if given.limit_s != _LIMIT_S else _SHAPE_LIMIT_S
+        lengths = given.prompt_tokens, given.answer_tokens
+        sizes = given.layers, given.tenants, *lengths, given.rounds, given.seconds, limit_s
+        return "device_isolation", device_isolation.measure(
+            str(given.isolation), device_isolation.Load(*sizes)
+        )
     if given.isolation:
         sizes = given.tenants, given.seconds, given.rounds, given.levels
         return "isolation", isolation.measure(given.isolation, given.adapter, *sizes)
@@ -135,13 +164,16 @@ def main() -> None:
     """Run what was asked for, write a JSON file and print its rows."""
     given = checked(options())
     start = time.monotonic()
-    about = record.about(record.gpu() if given.pages or given.device else None)
+    of_gpu = given.pages or given.device or str(given.isolation) in SHAPES
+    about = record.about(record.gpu() if of_gpu else None)
     kind, result = measured_of(given)
     if kind == "device":  # the key of the results
         about["gpu"] = about["device"]
     record.write(given.out / f"functions_{kind}.json", about | {kind: result})
     print(json.dumps(result, indent=1))
-    print(f"{time.monotonic() - start:.1f} s")
+    print(f"{time.monotonic() - start:.1f} s", flush=True)
+    if "error" in result:
+        os._exit(1)  # threads of a part that took too long do not end
 
 
 if __name__ == "__main__":

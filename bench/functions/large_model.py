@@ -4,6 +4,7 @@ stands, shifted, for all matrices. Answers mean nothing, times and bytes are the
 import functools
 import json
 import math
+from collections.abc import Collection
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -89,8 +90,13 @@ def _block(count: int, d_in: int) -> np.ndarray:
     return np.resize((few * d_in**-0.5).astype(ml_dtypes.bfloat16), count)
 
 
-def write_adapters(folder: Path, shape: LlamaShape, count: int) -> list[Path]:
-    """Write adapters of rank 16 on all maps: the first, and others by its scaling."""
+def write_adapters(
+    folder: Path, shape: LlamaShape, count: int, only: Collection[str] = ()
+) -> list[Path]:
+    """Write adapters of rank 16: the first, and others by its scaling.
+
+    They are on the maps of these names alone; none: on all maps.
+    """
     made = []
     for number in range(count):
         one = folder / f"f{number}"
@@ -101,6 +107,6 @@ def write_adapters(folder: Path, shape: LlamaShape, count: int) -> list[Path]:
             config["lora_alpha"] *= 1 + number / 4
             (one / "adapter_config.json").write_text(json.dumps(config))
         else:
-            write_adapter(one, shape, 16, seed=1)
+            write_adapter(one, shape, 16, seed=1, only=only)
         made.append(one)
     return made

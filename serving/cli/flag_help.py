@@ -118,7 +118,8 @@ FUNCTIONS_HELP = {
     "on the device, the one with the least time left first. Default: turns on accelerators only, "
     "with 5 times the measured prefill of one request.",
     "functions_isolation": "Isolation of adapters. none: one engine for all. server: each "
-    "adapter's weights in a process of its own, one engine for all rows. process: an engine for "
+    "adapter's weights in a process of its own, on GPUs all in one process on a second GPU; one "
+    "engine for all rows. process: an engine for "
     "each adapter.",
     "functions_max_tenants": "Maximum adapters of one engine at a time, for isolation none and "
     "server. Default: 16.",

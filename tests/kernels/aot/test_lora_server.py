@@ -1,5 +1,7 @@
 """Programs of a LoRA Server compiled for an H200: one CUDA graph takes, computes and answers."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -11,9 +13,10 @@ from bench.lora_server import programs
 from bench.lora_server.plans import LORA, PLANS, Case
 from lora_jax.ops import dispatch
 from serving.lora_server import device_loop
-from serving.lora_server.rank import ServerRank
+from serving.lora_server.rank import RankSizes, ServerRank
 from serving.lora_server.spec import ServerSpec, design
 from serving.lora_server.transport.device_server import DeviceServer, RankTable, no_ticket
+from serving.lora_server.whole_layout import WholeLayout
 
 pytestmark = [pytest.mark.aot, pytest.mark.timeout(900)]  # the kernels are built, too
 SHAPE = TinyShape(max_positions=96, experts=4, hidden=256, width=128, layers=2)
@@ -44,9 +47,17 @@ def test_a_ranks_program_is_one_graph_with_its_loop(server, tmp_path, monkeypatc
     sizes = {"num_adapters": 4, "max_rank": 8, "max_rows": 64}
     made = design(ServerSpec(str(tmp_path), "bfloat16", "ep1-pp1", 1, **sizes))
     rank = ServerRank(made.catalogue, made.layout.shard(0), made.sizes, jnp.dtype("bfloat16"))
-    h200 = H200()
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     server.shapes = made.terms.shapes
+    done = compiled(rank, server, H200())
+    assert done.thunks == ["kCommandBuffer"]
+    assert done.in_graphs > 20  # accept, judge, compute and answer, for each site
+    pools = sum(leaf.size * leaf.dtype.itemsize for leaf in rank.slots.pools.values())
+    assert done.temp_bytes < pools  # the loop carries no copy of them
+
+
+def compiled(rank, server, h200):
+    """Return the program of a rank, compiled for a device that is not there."""
     leaves, tree = jax.tree.flatten(rank.slots)
     number, places = h200.array((), jnp.int32), h200.array((4,), jnp.int32)
     program = device_loop._program(rank, server)
@@ -59,11 +70,22 @@ def test_a_ranks_program_is_one_graph_with_its_loop(server, tmp_path, monkeypatc
     lines = described(h200, (no_ticket(rank.most_messages),) * len(rank.sites))
     kept = lines, (lines, number), h200.array((2,), jnp.int32)
     arguments = (described(h200, leaves), places, number, *kept)
-    done = h200.compile(serve, *arguments, donate=(3, 4), options=device_loop.ONE_GRAPH)
+    return h200.compile(serve, *arguments, donate=(3, 4), options=device_loop.ONE_GRAPH)
+
+
+@pytest.mark.parametrize("experts", [0, 4])
+def test_the_program_of_all_adapters_whole_is_one_graph(server, tmp_path, monkeypatch, experts):
+    """Isolation "server" of functions: four sites of each layer, of models without experts too."""
+    shape = dataclasses.replace(SHAPE, experts=experts)
+    tiny_checkpoint.write_model(tmp_path, shape)
+    layout = WholeLayout(str(tmp_path))
+    sizes = RankSizes(4, 8, 64 * layout.top_k, layerwise=False)
+    rank = ServerRank(layout.catalogue, layout.shard, sizes, jnp.dtype("bfloat16"))
+    assert len(rank.sites) == 4
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    server.shapes = layout.terms(sizes.max_rows, "bfloat16", 4).shapes
+    done = compiled(rank, server, H200())
     assert done.thunks == ["kCommandBuffer"]
-    assert done.in_graphs > 20  # accept, judge, compute and answer, for each site
-    pools = sum(leaf.size * leaf.dtype.itemsize for leaf in rank.slots.pools.values())
-    assert done.temp_bytes < pools  # the loop carries no copy of them
 
 
 def test_the_benchs_program_is_one_graph(server, monkeypatch):

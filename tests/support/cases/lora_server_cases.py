@@ -131,7 +131,10 @@ class Ranks:
         )
         held.warm_up()
         return RankServer(
-            held, made.layout.moe_layers, made.catalogue, lambda: self.transport.open(made.terms, rank)
+            held,
+            made.layout.moe_layers,
+            made.catalogue,
+            lambda: self.transport.open(made.terms, rank),
         )
 
     def access(self, instance: str = "one", wait_s: float = 10.0) -> ServerAccess:

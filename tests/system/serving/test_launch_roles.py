@@ -47,6 +47,13 @@ def test_a_list_of_gpus_too_short_for_the_roles_is_refused_before_they_start(mon
         launch.run(read_options(wide, {}))
 
 
+def test_an_instance_whose_adapters_have_a_gpu_of_their_own_is_alone(monkeypatch, tmp_path):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3")
+    given = ["m", "--port", "0", "--functions", str(tmp_path), "--instances", "2"]
+    with pytest.raises(StartError, match=r"takes two GPUs .* leave --instances 2 out"):
+        launch.run(read_options([*given, "--functions-isolation", "server"], {}))
+
+
 def test_each_node_needs_gpus_for_its_own_processes(monkeypatch, tmp_path):
     """A process without one would compute on the CPU."""
     ran = []

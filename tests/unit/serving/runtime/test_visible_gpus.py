@@ -2,7 +2,7 @@
 
 import pytest
 
-from serving.runtime.visible_gpus import check_count, first_of
+from serving.runtime.visible_gpus import check_count, count_visible, first_of
 
 
 @pytest.mark.parametrize(
@@ -48,3 +48,11 @@ def test_a_host_with_too_few_gpus_says_how_many_it_has(tmp_path):
     check_count(None, 2, tmp_path)
     with pytest.raises(ValueError, match=r"need 3 GPUs, .* this host has 2: start fewer"):
         check_count(None, 3, tmp_path)
+
+
+def test_the_gpus_in_sight_are_those_of_the_list_that_are_there(tmp_path):
+    assert count_visible(None, tmp_path / "none") is None
+    assert count_visible("0,1", tmp_path / "none") == 2
+    for name in "ab":
+        (tmp_path / name).mkdir()
+    assert [count_visible(v, tmp_path) for v in (None, "0", "", "0,1,2")] == [2, 1, 0, 2]
