@@ -101,7 +101,7 @@ class Calls:
             ours.settimeout(_REHEARSED_S)
             twin = Calls(theirs, self._engine, self._arena, self._adapter, self._http)
 
-            def ask(prompt: str) -> bool:
+            def ask(prompt: str | list[int]) -> bool:
                 asking = {"prompts": [prompt], "sampling": [rehearsal.SAMPLING]}
                 send_header(ours, {"id": 0, "call": "generate", **asking})
                 pool.submit(twin._answer, receive_header(theirs)).result(_REHEARSED_S)

@@ -13,15 +13,27 @@ from typing import Any
 logger = logging.getLogger(__name__)
 
 QUIET_S = 0.2  # after the start, without a call: one that waited for the start has come by then
-# Of one step, and of several where a step takes few tokens; each of a model's tokens.
-PROMPTS = "a", "The text of a call that nobody has made. " * 6
+SHORT = "a"
+TEXT = "The text of a call that nobody has made."
+# Tokens of prompts: for the programs of small steps, whatever the tokenizer makes of a text.
+LENGTHS = 24, 100, 200
 _ROUNDS = 2  # the second one finds what the first one made
 _COUNTED_S = 1.0  # until the engine's thread has counted requests that were answered
 SAMPLING = {"temperature": 0, "max_tokens": 2, "ignore_eos": True}
 
 
+def prompts_of(engine: Any) -> list[str | list[int]]:
+    """Return a text of one step, and prompts of tokens for steps of several sizes."""
+    ids = engine.tokenizer.encode(TEXT) or [0]
+    room = engine.model_info.max_model_len - SAMPLING["max_tokens"]
+    return [SHORT, *((ids * length)[:length] for length in LENGTHS if length <= room)]
+
+
 def rehearse(
-    engine: Any, ask: Callable[[str], bool], http: Callable[[str], int], asked: Callable[[], bool]
+    engine: Any,
+    ask: Callable[[str | list[int]], bool],
+    http: Callable[[str], int],
+    asked: Callable[[], bool],
 ) -> None:
     """Answer a few short calls, until `asked` says that one of a caller has come.
 
@@ -33,7 +45,7 @@ def rehearse(
     if engine.config.otlp_traces_endpoint:
         return
     begin, answered = time.monotonic(), 0
-    calls = [*((ask, prompt) for prompt in PROMPTS), (http, PROMPTS[0])]
+    calls = [(http, SHORT), *((ask, prompt) for prompt in prompts_of(engine))]
     engine.remember_prefixes(False)
     try:
         for call, prompt in calls * _ROUNDS:

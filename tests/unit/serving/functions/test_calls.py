@@ -229,6 +229,8 @@ class Rehearsed(Outputs):
     """An engine that answers every prompt, and remembers it with its thread."""
 
     config = SimpleNamespace(otlp_traces_endpoint=None)
+    tokenizer = SimpleNamespace(encode=lambda text: [5])
+    model_info = SimpleNamespace(max_model_len=64)
 
     def __init__(self, fails=False):
         super().__init__()
@@ -257,7 +259,7 @@ def test_a_function_without_a_call_rehearses_once_as_calls_are_answered(fails, m
             call(call="generate", prompts=["said"], sampling=[{"max_tokens": 3}])
             time.sleep(0.03)
     prompts = [one[0][0] for one in engine.asked]
-    assert prompts == [*rehearsal.PROMPTS * 2, "said", "said"]
+    assert prompts == [*rehearsal.prompts_of(engine) * 2, "said", "said"]
     assert {one[1] for one in engine.asked} == {"law"}
     assert len({one[3] for one in engine.asked}) == 1
     assert routes == [("law", "a")] * 2

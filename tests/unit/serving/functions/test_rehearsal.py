@@ -4,8 +4,10 @@ import threading
 import time
 from types import SimpleNamespace
 
+import pytest
+
 from serving.functions import rehearsal
-from serving.functions.rehearsal import PROMPTS, rehearse
+from serving.functions.rehearsal import LENGTHS, SHORT, prompts_of, rehearse
 
 
 def nobody() -> bool:
@@ -28,6 +30,8 @@ class Engine:
     def __init__(self, error=None):
         self.metrics, self.asked, self.error = Metrics(), [], error
         self.config = SimpleNamespace(otlp_traces_endpoint=None)
+        self.tokenizer = SimpleNamespace(encode=lambda text: [7, 8])
+        self.model_info = SimpleNamespace(max_model_len=1024)
         self.remembers = True
 
     def remember_prefixes(self, wanted):
@@ -59,9 +63,26 @@ def test_counts_are_set_back_once_the_last_request_is_counted(monkeypatch):
         return 0
 
     rehearse(engine, engine.ask, answer, nobody)
-    assert engine.asked == [(prompt, False) for prompt in PROMPTS] * 2
+    assert engine.asked == [(prompt, False) for prompt in prompts_of(engine)] * 2
     assert asked == ["a", "a"]
-    assert engine.metrics.forgotten_at == [4]
+    assert engine.metrics.forgotten_at == [8]
+
+
+@pytest.mark.parametrize("ids", [[7], [7, 8, 9], []])
+def test_prompts_fill_steps_of_several_sizes_whatever_the_tokenizer(ids):
+    engine = Engine()
+    engine.tokenizer.encode = lambda text: ids
+    text, *prompts = prompts_of(engine)
+    assert (text, [len(prompt) for prompt in prompts]) == (SHORT, list(LENGTHS))
+    assert {token for prompt in prompts for token in prompt} == set(ids or [0])
+
+
+def test_no_prompt_is_longer_than_the_model_takes():
+    engine = Engine()
+    engine.model_info.max_model_len = LENGTHS[1] + 2
+    assert [len(prompt) for prompt in prompts_of(engine)[1:]] == list(LENGTHS[:2])
+    engine.model_info.max_model_len = LENGTHS[1] + 1
+    assert [len(prompt) for prompt in prompts_of(engine)[1:]] == [LENGTHS[0]]
 
 
 def test_an_adapter_that_answers_no_text_is_no_error():
