@@ -28,6 +28,7 @@ from serving.engine.inputs.chat_prompts import (
     taken_options,
 )
 from serving.engine.inputs.generate_arguments import Adapter, Prompt, adapter_and_sampling
+from serving.engine.inputs.sessions import new_key
 from serving.engine.inputs.single_prompt import SinglePrompt, single_prompt
 from serving.runtime.mailbox import Inbox, Mailbox
 from serving.text.tokenizer import Tokenizer
@@ -132,7 +133,8 @@ class AsyncEngine:
         of_chats = taken_options(options, "AsyncEngine.chat", ASYNC_OPTIONS)
         vllm = (options.get(name) for name in ("sampling_params", "lora_request"))
         named, _ = adapter_and_sampling(options.get("adapter"), sampling, *vllm)
-        tokenizer_of = functools.partial(engine.tokenizer_of, session=options.get("session"))
+        options["session"] = session = options.get("session") or new_key()
+        tokenizer_of = functools.partial(engine.tokenizer_of, session=session)
         prompts = await asyncio.to_thread(
             chat_prompts, tokenizer_of, engine.images, messages, named, **of_chats
         )

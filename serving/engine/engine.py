@@ -39,6 +39,7 @@ from serving.engine.inputs.generate_arguments import (
     with_images,
 )
 from serving.engine.inputs.image_inputs import read_prompts
+from serving.engine.inputs.sessions import KeyedTokenizers, Session, keys_of
 from serving.engine.inputs.single_prompt import single_prompt
 from serving.engine.loop.loop_parts import AbstractTurns
 from serving.engine.metrics.stats import EngineStats
@@ -121,7 +122,7 @@ class Engine:
         lora_request: Any = None,
         use_tqdm: bool = False,
         images: Any = None,
-        session: str | None = None,
+        session: Session = None,
     ) -> list[RequestOutput]:
         """Return one answer per prompt, in order.
 
@@ -131,10 +132,10 @@ class Engine:
         a name, None for the base model, or a weighted sum such as {"law": 0.7, "formal": 0.5};
         `sampling` of None is `default_sampling`. One adapter or sampling applies to all prompts.
         vLLM's call works too: a sampling as the second argument, `sampling_params`, and
-        `lora_request` with the name of a loaded adapter. In a rollout, requests with the same
-        `session` get the same version. Raises KeyError for an unknown adapter, ValueError or
-        TypeError for bad input (BadRequest, a ValueError, if that shows only while the answer is
-        made), another RequestFailed when the engine could not finish a request.
+        `lora_request` with the name of a loaded adapter. In a rollout, prompts with the same
+        `session` (a text, or one for each) get the same version. Raises KeyError for an unknown
+        adapter, ValueError or TypeError for bad input (BadRequest, a ValueError, if that shows only
+        while the answer is made), another RequestFailed when the engine could not finish a request.
         """
         adapter, sampling = adapter_and_sampling(adapter, sampling, sampling_params, lora_request)
         sampling = self.default_sampling() if sampling is None else sampling
@@ -148,7 +149,7 @@ class Engine:
         lora_request: Any = None,
         use_tqdm: bool = False,
         images: Any = None,
-        session: str | None = None,
+        session: Session = None,
     ) -> list[Classification]:
         """Return the answer of the adapter's task head to each prompt, in order.
 
@@ -157,8 +158,7 @@ class Engine:
         """
         adapter, _ = adapter_and_sampling(adapter, None, None, lora_request)
         given = prompts, images, adapter, HEAD_SAMPLING, use_tqdm, session
-        outputs = self._answers(*given, by_head=True)
-        return [classified(output) for output in outputs]
+        return [classified(output) for output in self._answers(*given, by_head=True)]
 
     def _answers(
         self,
@@ -167,20 +167,21 @@ class Engine:
         adapter: Adapters,
         sampling: Samplings,
         use_tqdm: bool,
-        session: str | None,
+        session: Session,
         by_head: bool = False,
     ) -> list[RequestOutput]:
         given = with_images([given_prompt(prompt) for prompt in as_list(prompts)], images)
         names = broadcast("adapter", adapter, len(given), (str, Mapping, type(None)))
-        tokenizers = [self.tokenizer_of(name, session) for name in names]
-        ids, placed = read_prompts(tokenizers, self.images, given)
+        keys = keys_of(session, len(given))
+        ids, placed = read_prompts(list(map(self.tokenizer_of, names, keys)), self.images, given)
         batch = Batch(
-            functools.partial(self.submit, session=session, by_head=by_head),
+            functools.partial(self.submit, by_head=by_head),
             ids,
             names,
             broadcast("sampling", sampling, len(given), (Sampling,)),
             texts=[prompt.text for prompt in given],
             images=placed,
+            sessions=keys,
             use_tqdm=use_tqdm,
         )
         try:
@@ -205,9 +206,9 @@ class Engine:
         chat_options = taken_options(options)
         vllm = (options.get(name) for name in ("sampling_params", "lora_request"))
         named, _ = adapter_and_sampling(adapter, sampling, *vllm)
-        tokenizer_of = functools.partial(self.tokenizer_of, session=options.get("session"))
-        prompts = chat_prompts(tokenizer_of, self.images, messages, named, **chat_options)
-        return self.generate(prompts, adapter, sampling, **options)
+        tokenizers = KeyedTokenizers(self.tokenizer_of, options.pop("session", None))
+        prompts = chat_prompts(tokenizers, self.images, messages, named, **chat_options)
+        return self.generate(prompts, adapter, sampling, session=tokenizers.keys, **options)
 
     def default_sampling(self) -> Sampling:
         """Return `Sampling()` with the defaults of the model's generation_config.json."""
@@ -226,11 +227,11 @@ class Engine:
 
         The request is submitted before this returns; ending the iteration early aborts it.
         """
+        tokenizers = KeyedTokenizers(self.tokenizer_of, session)
         default = self.default_sampling()
-        tokenizer_of = functools.partial(self.tokenizer_of, session=session)
-        read = single_prompt(tokenizer_of, self.images, default, prompt, adapter, sampling, images)
+        read = single_prompt(tokenizers, self.images, default, prompt, adapter, sampling, images)
         deltas: queue.SimpleQueue[OutputDelta] = queue.SimpleQueue()
-        options = {"on_output": deltas.put, "images": read.images, "session": session}
+        options = {"on_output": deltas.put, "images": read.images, "session": tokenizers.keys[0]}
         request_id = self.submit(read.ids, read.adapter, read.sampling, **options)
         return self._pieces(request_id, deltas, read.sampling.n)
 
@@ -360,8 +361,8 @@ class Engine:
         A user keeps a version; if the share of a newer version is raised, users only move to it.
         Raises ValueError, and then nothing has changed.
         """
-        given = {} if versions is None else versions
-        given = {**given, **shares} if isinstance(given, Mapping) else given  # else: refused
+        given = {} if versions is None else versions  # what is no mapping is refused
+        given = {**given, **shares} if isinstance(given, Mapping) else given
         return self.rollouts.set(name, given, guard)
 
     def rollback(self, name: str) -> Rollout:

@@ -3,6 +3,7 @@
 import queue
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from tqdm import tqdm
 
@@ -26,12 +27,14 @@ class Batch:
         *,
         texts: Sequence[str | None] | None = None,
         images: Sequence[PlacedImages] | None = None,
+        sessions: Sequence[str] | None = None,
         use_tqdm: bool,
     ):
         """`submit` is Engine.submit; `texts` are the prompts that came as text."""
         self._submit = submit
         self._requests = list(zip(prompts, adapters, samplings, strict=True))
         self._images = images or [()] * len(prompts)
+        self._sessions = sessions
         self._collectors = [
             OutputCollector(tuple(prompt), shown_name(adapter), sampling.n, text)
             for (prompt, adapter, sampling), text in zip(
@@ -68,7 +71,11 @@ class Batch:
 
         while True:
             try:
-                more = {"images": self._images[index]} if self._images[index] else {}
+                more: dict[str, Any] = {}
+                if self._images[index]:
+                    more["images"] = self._images[index]
+                if self._sessions is not None:
+                    more["session"] = self._sessions[index]
                 self.live[index] = self._submit(
                     prompt, adapter, sampling, on_output=on_output, **more
                 )

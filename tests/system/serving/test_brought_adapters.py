@@ -1,5 +1,7 @@
 """Adapters with more than LoRA in one batch: PEFT's log-probabilities, and nobody else's bits."""
 
+import asyncio
+
 import numpy as np
 import pytest
 from support.cases import brought_cases
@@ -13,7 +15,8 @@ from support.cases.brought_cases import (
 from support.processes.http_server import client_of
 
 from lora_jax.adapters.registry import AdapterRejected
-from serving import Sampling
+from serving import AsyncEngine, Sampling
+from serving.api.outputs import RequestOutput
 from serving.http.app import create_app
 
 TOLERANCE = 1e-3  # of log-probabilities in float32
@@ -87,6 +90,40 @@ def test_texts_have_the_tokens_of_the_adapter_s_own_tokenizer(case, tmp_path):
         got = client.post("/v1/responses", json={"model": "own", "input": text}).json()
         assert got["usage"]["input_tokens"] == len(chat.prompt_token_ids)
     engine.unload_adapter("own")
+
+
+def test_a_text_has_the_tokens_of_the_version_that_answers_it(case, tmp_path):
+    """Without a session the tokens were those of one version, and the answer that of another."""
+    family, engine, *_ = case
+    if family == "qwen3_moe":
+        pytest.skip("no adapter of trained tokens is committed for it")
+    write_own_tokens(tmp_path / "own", family)
+    write_own_tokens(tmp_path / "other", family)
+    (tmp_path / "other" / "tokenizer.json").unlink()  # which spells no token of its own
+    engine.load_adapter("tool@v1", tmp_path / "other")
+    engine.load_adapter("tool@v2", tmp_path / "own")
+    engine.rollout("tool", v1=50, v2=50)
+    text, count = "a<call>b", 24
+    call = Sampling(max_tokens=1, temperature=0.0, allowed_token_ids=[259], ignore_eos=True)
+    outputs = engine.generate([text] * count, "tool", call)
+    outputs += engine.chat([[{"role": "user", "content": text}]] * count, "tool", call)
+    pieces = [next(iter(engine.stream(text, "tool", call))) for _ in range(count)]
+    assert {piece.text for piece in pieces} <= {"<call>", ""}
+
+    async def chats() -> list[RequestOutput]:
+        made, message = AsyncEngine(engine), [{"role": "user", "content": text}]
+        found = [made.chat(message, call, adapter="tool") for _ in range(count)]
+        return [output for one in found async for output in one]
+
+    outputs += [output for output in asyncio.run(chats()) if output.finished]
+    assert {output.adapter_version for output in outputs} == {"v1", "v2"}
+    for output in outputs:
+        of_own = output.adapter_version == "v2"
+        assert output.prompt_token_ids.count(259) == of_own, output.adapter_version
+        assert output.outputs[0].text == ("<call>" if of_own else "")
+    engine.rollouts.end("tool")
+    for version in ("v1", "v2"):
+        engine.unload_adapter(f"tool@{version}")
 
 
 def test_a_tokenizer_that_does_not_fit_is_refused_by_the_token(case, tmp_path):
