@@ -85,8 +85,8 @@ ENGINE_HELP = {
     "adapters at a time than it holds wait.",
     "max_cpu_loras": "Maximum adapters in host memory, within --max-total-adapter-bytes. Others "
     "are read from disk again when they are used. Default: as many as fit.",
-    "max_adapter_loads_per_minute": "Maximum adapter loads per minute. A load beyond it is "
-    "rejected.",
+    "max_adapter_loads_per_minute": "Maximum adapter loads per minute that requests cause. A load "
+    "beyond it is rejected.",
     "adapter_wait_s": "Maximum time that a request waits for an adapter slot, and for host memory "
     "for its adapter, in seconds.",
     "adapter_load_chunks_per_step": "Maximum pieces of adapters that are written to the device "

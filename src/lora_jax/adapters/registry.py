@@ -121,18 +121,18 @@ class AdapterRegistry:
 
         It is published inside of `recorded(entry)`, whose error is one of those.
 
-        `digest` repeats a load of these very files: others are refused, and it does not count in
-        the limit of loads in a minute.
-
+        `digest` repeats a load of these very files: others are refused.
         With `confined` (every path that came over the network) the path is relative to lora_dir
-        and must stay inside it, links included; the operator's own paths pass confined=False.
+        and must stay inside it, links included; the operator's own paths pass confined=False. What
+        is confined and no repetition counts in the limit of loads in a minute.
         Raises AdapterRejected, AdapterExists, or AdapterNotFound when there is no such folder.
         """
         self._check_name(name)
         with self._loading, self._turns.turn(name):
             self._check_free(name, replace)
             folder = self._folders.folder(path, confined)
-            given = {"digest": digest or "", "limited": digest is None, "recorded": recorded}
+            limited = digest is None and confined
+            given = {"digest": digest or "", "limited": limited, "recorded": recorded}
             return self._read_in(name, folder, confined, pinned=pinned, **given)
 
     def load_all(

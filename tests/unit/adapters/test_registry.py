@@ -236,6 +236,8 @@ def test_loads_per_minute(root):
     names.load("b", "sql")
     with pytest.raises(AdapterRejected, match="More than 2 adapter loads in one minute"):
         names.load("c", "sql")
+    for number in range(3):  # a program may load its own folders as fast as it can
+        names.load(f"own-{number}", root / "sql", confined=False)
     clock.now += 60
     names.load("c", "sql")
 
