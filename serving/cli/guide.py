@@ -35,7 +35,8 @@ def adapter_bytes(
     """
     unknown = next((name for name in modules if name not in catalogue.modules), None)
     if unknown is not None:
-        raise ValueError(f"modules has {unknown!r}; the model has {catalogue.module_names}.")
+        names = ", ".join(catalogue.module_names)
+        raise ValueError(f"modules has {unknown!r}; the model has {names}.")
     return rows_nbytes(rows_per_adapter(part_of(catalogue, modules), rank), itemsize)
 
 

@@ -40,7 +40,7 @@ from serving.engine.memory.sizing import (
 from serving.engine.memory.sizing import adapter_bytes as memory_of_adapters
 
 _RANKS = (4, 16, 64, 256)
-_MOST_DEVICES = 1024
+_MOST_DEVICES = 64  # of tensor_parallel_size
 
 
 @dataclasses.dataclass(frozen=True)
@@ -140,6 +140,11 @@ def plan_text(
 
     `on_each` tells what each of so many devices, at least 2, has of the model.
     """
+    if request.rank > engine.max_lora_rank:
+        raise ValueError(
+            f"rank {request.rank} is above max_lora_rank={engine.max_lora_rank}, and the server "
+            "refuses such adapters: set --max-lora-rank."
+        )
     one = adapter_bytes(catalogue, request.rank, sizes.itemsize, request.modules)
     longest_wanted(engine, sizes.max_positions)  # an error that no number of devices mends
 
@@ -282,7 +287,7 @@ def _without_room(gpus: int, request: PlanRequest, sizes: ModelSizes, engine: En
     held = spell_bytes(int(gpus * _usable(engine, request, sizes, gpus)))
     return (
         f"{_spell(gpus, request)} {held} for the model's {spell_bytes(sizes.weights)} of weights; "
-        "raise --tensor-parallel-size."
+        + ("raise --tensor-parallel-size." if gpus < _MOST_DEVICES else "give larger device_bytes.")
     )
 
 

@@ -26,6 +26,7 @@ def lru_hits(shares: Float[np.ndarray, "count"], held: int) -> float:
     Che's approximation: with T such that sum_i 1 - exp(-p_i T) = held, adapter i is there with
     probability 1 - exp(-p_i T) (Che, Tung, Wang, "Hierarchical Web caching systems", 2002).
     """
+    shares = shares[shares > 0]  # nobody asks for the others
     if held <= 0:
         return 0.0
     if held >= len(shares):

@@ -38,6 +38,8 @@ def test_ends():
     assert shares.tolist() == [0.1] * 10
     assert lru_hits(shares, 0) == 0
     assert lru_hits(shares, 10) == lru_hits(shares, 99) == 1
+    for alpha in (100.0, 1000.0, 1e15):  # shares below the least float are 0
+        assert lru_hits(zipf(1000, alpha), 30) == pytest.approx(1)
     assert lru_hits(shares, 4) == pytest.approx(0.4)
     with pytest.raises(ValueError, match="at least 1 adapter"):
         zipf(0, 1.0)

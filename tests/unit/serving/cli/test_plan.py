@@ -230,10 +230,12 @@ def test_what_cannot_be_served_is_an_error(llama_70b):
     with pytest.raises(ValueError, match=r"^2 devices of 1 GB have no room for KV [^:]*size\.$"):
         plan_text(request, engine, llama_70b, sizes, lambda _: halves(llama_70b)(2))
     large = dataclasses.replace(sizes, weights=10**13)
-    with pytest.raises(
-        ValueError, match=r"^1024 devices of 1 GB have 922 GB for the model's 10 TB"
-    ):
+    said = r"^64 devices of 1 GB have 57.6 GB for the model's 10 TB of weights; give larger device"
+    with pytest.raises(ValueError, match=said):  # no engine takes more
         plan_text(request, engine, llama_70b, large, two_at_most)
+    high = PlanRequest(rank=2048, device_bytes=1e9)
+    with pytest.raises(ValueError, match=r"^rank 2048 is above max_lora_rank=1024, .*: set --max-"):
+        plan_text(high, engine, llama_70b, sizes, two_at_most)
     longer = dataclasses.replace(engine, max_model_len=1 << 18)
     with pytest.raises(ValueError, match=r"^max_model_len is 262144, .* Lower max_model_len\.$"):
         plan_text(request, longer, llama_70b, sizes, two_at_most)
