@@ -64,7 +64,7 @@ def serve_functions(
         try:
             agent = stack.enter_context(_agent(options, names, budgets))
             base = agent.function(name=names[0])  # its sizes are those of all
-            max_model_len = base.about["max_model_len"]
+            max_model_len, quantization = base.about["max_model_len"], base.about["quantization"]
         except (ValueError, ConnectionError) as error:
             raise StartError(f"Cannot serve {options.engine.model}: {error}") from error
         keys, audit = KeyRing(options.http), AuditLog(options.http.audit_log)
@@ -79,10 +79,12 @@ def serve_functions(
         most = options.http.max_body_bytes or Bounds(max_model_len, 1).body_bytes
         limits = BodyLimits(most, options.http.body_timeout_s)
         failed_keys = metrics.failed_keys_text
-        proxy = FunctionsProxy(agent, folder, names, max_model_len, limits, failed_keys)
+        card = max_model_len, quantization
+        proxy = FunctionsProxy(agent, folder, names, *card, limits, failed_keys)
         stack.callback(proxy.close)
         app = _app(proxy, options, keys, audit, metrics)
-        lines = _ready_lines(options, sock, names[0])
+        lines = [] if quantization is None else [logs.quantised_line(quantization)]
+        lines += _ready_lines(options, sock, names[0])
         end_s = options.shutdown_timeout * _FUNCTIONS_SHARE
 
         def ready() -> None:

@@ -83,16 +83,19 @@ class FunctionsProxy(AbstractFront):
         folder: str,
         base_names: Iterable[str],
         max_model_len: int,
+        quantization: Mapping[str, Any] | None = None,
         limits: BodyLimits | None = None,
         own_metrics: Any = str,
     ):
         """`base_names` are those of the base model, a function without an adapter; the first is
         its function's name. The name of a folder in `folder` is that adapter's function.
+        `quantization` is what the base model's card says of quantised weights.
         """
         super().__init__(limits)
         self._agent, self._folder = agent, os.path.realpath(folder)
         self._base_names = tuple(base_names)
         self._max_model_len, self._created = max_model_len, int(time.time())
+        self._quantization = quantization
         self._own_metrics, self._metrics = own_metrics, FunctionMetrics()
         self._threads = ThreadPoolExecutor(_STARTING, thread_name_prefix="start")
         self._starts: dict[str, asyncio.Task[None]] = {}
@@ -147,7 +150,9 @@ class FunctionsProxy(AbstractFront):
         return cards + [self._card(name, self._base_names[0]) for name in shown]
 
     def _card(self, name: str, parent: str | None) -> dict[str, Any]:
-        return plain_card(name, parent, self._created, self._max_model_len)
+        """Return a model's card, with what an engine's says of a base (routes.models.card)."""
+        said = {} if parent or self._quantization is None else {"quantization": self._quantization}
+        return plain_card(name, parent, self._created, self._max_model_len) | said
 
     def _card_of(self, name: str, caller: Caller) -> dict[str, Any]:
         if name in self._base_names:
@@ -219,10 +224,18 @@ class FunctionsProxy(AbstractFront):
         scope.setdefault("state", {})["adapter"] = None if is_base else name  # for the access log
         if is_base:
             return self._agent.function(name=self._base_names[0], lazy=True)
-        known = name in self._agent.functions or self._is_function(name)
-        if not (caller.may_use(name) and known):
+        if not caller.may_use(name):
+            raise unknown_model(model)
+        if not self._is_function(name):
+            self._let_go(name)
             raise unknown_model(model)
         return self._agent.function(os.path.join(self._folder, name), name=name, lazy=True)
+
+    def _let_go(self, name: str) -> None:
+        """End the process of a function whose folder has gone, unless calls are under way."""
+        function = self._agent.functions.get(name)
+        if function is not None and function.offload():
+            function.close()
 
     def _is_function(self, name: str) -> bool:
         return is_adapter_folder(self._folder, name)

@@ -112,7 +112,8 @@ class Agent:
             self._fields = {**self._fields, "max_loras": most}
         self._room = Room(memory_bytes)
         self._functions: dict[str, Function] = {}
-        self._folders: dict[str, str | None] = {}  # of the functions' adapters
+        self._folders: dict[str, str | None] = {}  # of the functions' adapters, as given
+        self._read: dict[str, str | None] = {}  # where they led when the last processes started
         self._naming = threading.Lock()
         self._ends, self._closing = Ends(), threading.Event()
         self._guard: Guard | None = None
@@ -200,34 +201,40 @@ class Agent:
 
         A `lazy` function is started at its first call. The default of `name` is the folder's name.
         If the name already has a function of this adapter, that function is returned, or a new one
-        where it was closed.
+        where it was closed. If the folder is a link that leads elsewhere by now, the function's
+        process ends once no call is under way; the next one reads the new folder.
         Raises ValueError for an adapter that cannot be served, and for a name that another
         adapter's function has.
         """
         if not isinstance(name, str | None):
             raise TypeError(f"The name of a function must be a str, got {name!r}.")
-        folder = None if adapter is None else str(Path(adapter).resolve())
-        name = name or (Path(folder).name if folder else "base")
+        folder = None if adapter is None else os.path.abspath(adapter)
+        name = name or ("base" if folder is None else Path(folder).resolve().name)
         with self._naming:
             held = self._functions.get(name)
             is_new = held is None or held.state == "closed"
             if is_new:
-                self._functions[name] = Function(name, lambda: self._start(name, folder), lazy=True)
+                start = functools.partial(self._start_from, name, folder)
+                self._functions[name] = Function(name, start, lazy=True)
                 self._folders[name] = folder
-            if self._folders[name] != folder:
-                serves, wanted = (
-                    "the base model" if one is None else f"the adapter {one}"
-                    for one in (self._folders[name], folder)
-                )
-                raise ValueError(
-                    f"Function {name!r} has {serves}, not {wanted}: give another name."
-                )
+            self._check_folder(name, folder)
             function = self._functions[name]
+        if self._read.get(name) not in (None, _followed(folder)):
+            function.offload()  # the next process reads what the link leads to now
         if is_new and not lazy:
             self._begin(function)
         elif not lazy and function.state == "starting":
             function.warm()
         return function
+
+    def _check_folder(self, name: str, folder: str | None) -> None:
+        """Raise ValueError where a function of this name has another adapter than this folder's."""
+        held = self._folders[name]
+        if folder != held and _followed(folder) != _followed(held):
+            serves, wanted = (
+                "the base model" if one is None else f"the adapter {one}" for one in (held, folder)
+            )
+            raise ValueError(f"Function {name!r} has {serves}, not {wanted}: give another name.")
 
     def _begin(self, function: Function) -> None:
         """Start a new function's first process; one that does not start has no name here."""
@@ -279,6 +286,11 @@ class Agent:
         self._ends.wait(users)  # they hold the old pages, beside which new ones may have no room
         self._backbone.renew()
 
+    def _start_from(self, name: str, folder: str | None) -> Running | Tenant:
+        """Return a new process of what a folder is now, which may be a link."""
+        self._read[name] = _followed(folder)
+        return self._start(name, self._read[name])
+
     def _start(self, name: str, folder: str | None) -> Running | Tenant:
         """Return a new process of a function that is ready for calls."""
         if self._closing.is_set():
@@ -289,24 +301,36 @@ class Agent:
                 "LoRA adapters alone; use an engine, or a server without functions."
             )
         self._room.make(name, self.functions)
-        function = self._functions.get(name)
-        if self._guard is not None and function is not None and function.starts:  # one has ended
-            self._guard.look()
+        try:
+            function = self._functions.get(name)
+            if self._guard is not None and function is not None and function.starts:  # one ended
+                self._guard.look()
+            running = self._process(name, folder)
+            self._room.ready(name, running.about["private_bytes"], running.about["start_s"])
+        except BaseException:
+            self._room.failed(name)
+            raise
+        return running
+
+    def _process(self, name: str, folder: str | None) -> Running | Tenant:
+        """Return a new process of an adapter's folder, read as it is now."""
         if self._tenants is not None:
-            running = self._tenants.start(name, folder)
-        else:
-            compiles = not jail.stops_compiling(self._backbone.device)
-            order = {"name": name, "adapter": folder}
-            running = Running(*self._maker.start(order, self._fields, compiles=compiles))
-            running.on_lack = functools.partial(self._maker.lacked, folder)
-            running.on_grown = functools.partial(self._room.grown, name)
-        self._room.ready(name, running.about["private_bytes"], running.about["start_s"])
+            return self._tenants.start(name, folder)
+        compiles = not jail.stops_compiling(self._backbone.device)
+        order = {"name": name, "adapter": folder}
+        running = Running(*self._maker.start(order, self._fields, compiles=compiles))
+        running.on_lack = functools.partial(self._maker.lacked, folder)
+        running.on_grown = functools.partial(self._room.grown, name)
         return running
 
     def _end(self, connection: socket.socket) -> None:
         """Close a process' connection; return when its memory is free."""
         connection.close()
         self._ends.wait([connection])
+
+
+def _followed(folder: str | None) -> str | None:
+    return None if folder is None else os.path.realpath(folder)
 
 
 def _keep(agent: "weakref.ref[Agent]", closing: threading.Event, keep_alive_s: float) -> None:

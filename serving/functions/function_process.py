@@ -110,6 +110,7 @@ def _live(connection, order: dict[str, Any], on_end: Callable[[], Any]) -> None:
         "private_bytes": private_bytes(),
         "steps": kept_steps.used,
         "max_model_len": built.engine.model_info.max_model_len,
+        "quantization": built.engine.model_info.quantization,
         "tenants": tenants and tenants.sizes(built.engine.config),
     }
     send_header(connection, {"ready": True, **about})

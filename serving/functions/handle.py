@@ -302,6 +302,12 @@ class Function:
             except OSError as error:
                 self._deaths += 1
                 reason = str(error)
+            except Exception as error:  # without this thread those that wait would never wake
+                logger.exception("Function %r: its start failed in a way of its own.", self.name)
+                self._give_up(_reason(error))
+                return
+        if self._closed:
+            return
         text = f"Function {self.name!r} does not start: {reason}"
         self._give_up(ConnectionError(f"{text} ({self._deaths} times before an answer)."))
 

@@ -23,7 +23,8 @@ class Room:
         self._lock = threading.Lock()
         self._bytes: dict[str, int] = {}  # the most that a process of each function held
         self._start_s: dict[str, float] = {}
-        self._admitted: set[str] = set()  # functions that have room for a process, or had
+        # Starts that have room for a process, by the number of the function's earlier ones.
+        self._admitted: dict[str, int] = {}
 
     @property
     def limit(self) -> int | None:
@@ -35,6 +36,11 @@ class Room:
         self.grown(name, num_bytes)
         with self._lock:
             self._start_s[name] = start_s
+
+    def failed(self, name: str) -> None:
+        """A start of the function that had room has failed: it holds none."""
+        with self._lock:
+            self._admitted.pop(name, None)
 
     def grown(self, name: str, num_bytes: int) -> None:
         """A process of the function holds so many bytes; the most that one held counts."""
@@ -88,7 +94,8 @@ class Room:
                         f"{self._limit}: {error} Try again when others are idle."
                     ) from None
                 if all(functions[other].offload() for other in leaving):
-                    self._admitted.add(name)
+                    own = functions.get(name)
+                    self._admitted[name] = 0 if own is None else own.starts
                     return
         raise DeviceFull(f"Functions that were to make room for {name!r} are called; try again.")
 
@@ -96,8 +103,9 @@ class Room:
         return self._bytes.get(name) or max(self._bytes.values(), default=0)
 
     def _holds(self, function: Function) -> bool:
-        state = function.state
-        return state == "running" or (state == "starting" and function.name in self._admitted)
+        """Return whether a function has a process, or a start that was let in and is under way."""
+        state, let_in = function.state, self._admitted.get(function.name)
+        return state == "running" or (state == "starting" and let_in == function.starts)
 
     def _resident(self, function: Function) -> Resident:
         running = function.running

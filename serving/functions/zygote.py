@@ -24,7 +24,7 @@ from pathlib import Path
 from jax._src import xla_bridge  # plugins are found behind the first device elsewhere
 
 from lora_jax.memory.wire import ShareError, is_readable, receive_fds, receive_header, send_header
-from lora_jax.ops.cpu.build import available
+from lora_jax.ops.cpu.build import reads_quads
 from lora_jax.ops.dispatch import Declined, backend_kernel
 from serving.functions import function_process, jail
 from serving.functions.late_imports import lean
@@ -45,7 +45,7 @@ _LATE = (
     "jax.experimental.multihost_utils",
 )
 _TENANTS = "serving.lora_server.transport.tenants"
-_KERNELS = {"cpu": available, "gpu": backend_kernel("cuda", "load_kernels")}
+_KERNELS = {"cpu": reads_quads, "gpu": backend_kernel("cuda", "load_kernels")}
 
 
 def main(control: socket.socket) -> None:

@@ -15,6 +15,7 @@ from lora_jax.ops.keep_likely import check_vocab
 from serving.api.config import EngineConfig
 from serving.api.generation_config import GenerationConfig
 from serving.engine.memory.sizing import CacheSize
+from serving.engine.metrics.logs import quantised_line
 from serving.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -102,14 +103,7 @@ def log_quantised(config: ModelConfig, weights: WeightSizes) -> None:
     """Log how many weights are quantised; a checkpoint may hold fewer than its config suggests."""
     summary = quantization_of(config, weights)
     if summary is not None:
-        logger.info(
-            "Quantised weights: %.1f M in %s (%s), %.2f bits each; %.1f M others are not.",
-            summary["parameters"] / 1e6,
-            summary["format"],
-            summary["method"],
-            summary["bits_per_parameter"],
-            summary["other_parameters"] / 1e6,
-        )
+        logger.info("%s", quantised_line(summary))
     elif config.quantization is not None:
         logger.info("Quantised weights: none, in a model whose files have them.")
     if config.quantization is not None and config.quantization.kv_scales:

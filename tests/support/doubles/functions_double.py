@@ -34,6 +34,8 @@ class FunctionsDouble:
         self.cut: set[str] = set()  # with a part of an answer out,
         self.silent: set[str] = set()  # or answer when they may `go`
         self.full = False
+        sizes = {"parameters": 4_000_000, "other_parameters": 0, "bits_per_parameter": 4.5}
+        self.quantization = {"format": "int4", "method": "gptq"} | sizes
         self.heads: list[str] = []
 
     def function(self, adapter=None, *, name=None, lazy=False):
@@ -53,7 +55,8 @@ class FunctionsDouble:
             assert self.go.wait(60)
         ours, theirs = socket.socketpair()
         threading.Thread(target=self.serve, args=(theirs, name), daemon=True).start()
-        return Running(ours, next(PIDS), {"private_bytes": 7, "max_model_len": 64})
+        about = {"private_bytes": 7, "max_model_len": 64, "quantization": self.quantization}
+        return Running(ours, next(PIDS), about)
 
     def serve(self, connection: socket.socket, name: str) -> None:
         # The agent may close a function while the word of its last answer is on its way.

@@ -80,9 +80,11 @@ def available() -> bool:
     return library().load_or_warn(dispatch.cache_folder(), log, advice)
 
 
+@functools.cache
 def loaded() -> ctypes.CDLL:
     """Return the kernels' library, for calls without XLA.
 
+    It is found once: a forked process in a jail runs no compiler, nor asks one for its version.
     Raises native.BuildError where the kernels cannot be built.
     """
     return ctypes.CDLL(str(library().build(dispatch.cache_folder())))

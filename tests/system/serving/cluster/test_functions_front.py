@@ -99,12 +99,16 @@ def test_the_command_serves_the_folders_functions(command, caplog):
         assert client.get("/health").json()["functions"] == {"base": "running", "law": "running"}
         assert ask_function(client, "other").status_code == 404
         assert 'function="law",status="2xx"} 2.0' in client.get("/metrics").text
-        return texts, [card["id"] for card in client.get("/v1/models").json()["data"]]
+        cards = client.get("/v1/models").json()["data"]
+        said = [card.get("quantization") for card in cards]
+        assert said == [made[0].quantization, None, None]
+        return texts, [card["id"] for card in cards]
 
     texts, names = served_here(serve_functions, command(*flags), ask)
     assert texts == ["law", "base", "law"]
     assert names == ["base", "law", "summary"]
     assert "Functions: law, summary (2)." in caplog.text
+    assert "Quantised weights: 4.0 M in int4 (gptq), 4.50 bits each" in caplog.text
     assert "serves base. Try:" in caplog.text
     (agent,) = made
     given = agent.given

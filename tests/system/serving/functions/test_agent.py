@@ -14,6 +14,7 @@ import pytest
 from support.processes.process_facts import ended, held
 from support.processes.server_process import ROOT
 
+from lora_jax.quantize import quantize
 from serving import Engine, Sampling
 from serving.functions import Agent, FunctionDied, jail, tenants
 
@@ -50,6 +51,17 @@ def test_answers_are_those_of_one_engine_with_both_adapters(agent, coupled):
     for name, want in coupled.items():
         assert answers(agent.functions[name].generate(PROMPTS, SAMPLING)) == want
     assert coupled["law"] != coupled["summary"]
+
+
+@pytest.mark.long
+def test_functions_over_a_base_in_four_bits_have_the_answers_of_one_engine(tmp_path):
+    """The jail of a function runs no compiler, and codes are in the order that kernels read."""
+    quantize(MODEL, "int4", tmp_path)
+    law = MODEL / "adapters" / "law"
+    with Engine(tmp_path, {"law": law}, **SIZES) as engine:
+        want = answers(engine.generate(PROMPTS, "law", SAMPLING))
+    with Agent(tmp_path, **SIZES) as four_bits:
+        assert answers(four_bits.function(law).generate(PROMPTS, SAMPLING)) == want
 
 
 def test_answers_stay_those_while_functions_have_the_device_in_turns(agent, coupled):

@@ -70,6 +70,19 @@ def test_what_does_not_exist_is_named(client, agent):
     assert agent.starts == {}
 
 
+def test_a_function_whose_folder_has_gone_is_no_model_any_more(client, agent, tmp_path):
+    folder, config = tmp_path / "law", tmp_path / "law" / "adapter_config.json"
+    assert ask(client, "law").text == "law"
+    wait_until(lambda: agent.functions["law"].running.is_idle)
+    config.rename(tmp_path / "kept")
+    assert ask(client, "law").status_code == 404
+    assert agent.functions["law"].state == "closed"
+    assert client.get("/v1/models/law").status_code == 404
+    (tmp_path / "kept").rename(folder / "adapter_config.json")
+    del agent.functions["law"]  # as an agent does with one that is closed
+    assert ask(client, "law").text == "law"
+
+
 def test_an_adapter_that_does_not_fit_is_refused_with_the_reason_and_tried_once(client, agent):
     for _ in range(2):
         answer = ask(client, "foreign")

@@ -24,7 +24,8 @@ from serving.functions.running import Running
 def bare(**parts) -> Agent:
     """Return an agent of these parts alone."""
     agent = Agent.__new__(Agent)
-    empty = {"_functions": {}, "_folders": {}, "_naming": threading.Lock(), "_ends": Ends()}
+    empty = {"_functions": {}, "_folders": {}, "_read": {}, "_ends": Ends()}
+    empty["_naming"] = threading.Lock()
     vars(agent).update(empty | {"_tenants": None, "_closing": threading.Event()} | parts)
     return agent
 
@@ -180,6 +181,35 @@ def test_a_function_that_was_closed_is_made_anew_under_its_name(tmp_path):
         assert second is not first
         assert second.state == "running"
         assert agent.functions == {"law": second}
+    for end in ends:
+        end.close()
+
+
+def test_a_link_that_leads_elsewhere_is_followed_by_the_next_process(tmp_path):
+    """As a deployment by a link has it: the name stays, its folder is another one."""
+    for version in ("law-1", "law-2"):
+        (tmp_path / version).mkdir()
+    link, ends, read = tmp_path / "law", [], []
+    link.symlink_to("law-1")
+
+    def start(name, folder):
+        ours, theirs = socket.socketpair()
+        ends.append(theirs)
+        read.append(folder)
+        return Running(ours, len(ends), {})
+
+    agent = bare(_start=start)
+    function = agent.function(link, name="law")
+    link.unlink()
+    link.symlink_to("law-2")
+    assert agent.function(link, name="law", lazy=True) is function
+    assert function.pid == 2
+    assert agent.function(link, name="law", lazy=True).pid == 2
+    assert agent.function(tmp_path / "law-2", name="law", lazy=True) is function
+    assert read == [str(tmp_path / "law-1"), str(tmp_path / "law-2")]
+    with pytest.raises(ValueError, match=r"'law' has the adapter .*law, not .*law-1: give another"):
+        agent.function(tmp_path / "law-1", name="law")
+    function.close()
     for end in ends:
         end.close()
 

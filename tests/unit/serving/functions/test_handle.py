@@ -199,6 +199,41 @@ def test_a_process_that_gets_ready_after_the_end_of_its_function_is_ended():
     wait_until(lambda: made[0].ended)
 
 
+def test_a_start_that_fails_in_an_unknown_way_is_told_to_all_that_wait():
+    def start() -> Running:
+        raise RuntimeError("can't start new thread")
+
+    function = Function("f", start, lazy=True)
+    with ThreadPoolExecutor() as pool:
+        waiting = [pool.submit(function.warm) for _ in range(2)]
+        for one in waiting:
+            with pytest.raises(ConnectionError, match="RuntimeError: can't start new thread"):
+                one.result(10)
+    assert function.state == "failed"
+    function.close()
+
+
+def test_a_function_that_is_closed_while_it_starts_is_not_given_up(caplog):
+    """The log of an end in order names no error."""
+    begun, go = threading.Event(), threading.Event()
+
+    def start() -> Running:
+        begun.set()
+        assert go.wait(60)
+        raise ConnectionError("the agent is closed")
+
+    function = Function("f", start, lazy=True)
+    with ThreadPoolExecutor() as pool:
+        waiting = pool.submit(function.warm)
+        assert begun.wait(60)
+        function.close()
+        go.set()
+        with pytest.raises(ConnectionError, match="'f' is closed"):
+            waiting.result(60)
+    wait_until(lambda: not [t for t in threading.enumerate() if "_restart" in t.name])
+    assert not [record for record in caplog.records if record.levelname == "ERROR"]
+
+
 def test_a_first_start_that_fails_is_its_caller_s():
     def start() -> Running:
         raise ValueError("rank 99 is above the limit")

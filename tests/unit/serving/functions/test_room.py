@@ -20,6 +20,7 @@ class Held:
         idle = SimpleNamespace(about=about, is_idle=not busy)
         self.running = idle if state == "running" else None
         self.is_offloaded = state == "off"
+        self.starts = int(state in ("running", "off"))
 
     def offload(self):
         self.state = "off" if self._leaves else self.state
@@ -73,6 +74,20 @@ def test_a_start_that_was_let_in_holds_its_room_and_one_that_was_not_holds_none(
     room.make("first", functions)
     with pytest.raises(DeviceFull):
         room.make("second", functions)
+
+
+def test_of_two_that_start_at_once_and_both_ran_before_one_gets_the_room():
+    """What an earlier process of a function was let in for is not held while it waits again."""
+    first, second = Held("first", state="starting"), Held("second", state="starting")
+    room, functions = room_of(15, first, second)
+    for function in (first, second):
+        room.make(function.name, {function.name: function})
+        function.starts = 1  # it ran, and was offloaded
+    room.make("first", functions)
+    with pytest.raises(DeviceFull):
+        room.make("second", functions)
+    room.failed("first")
+    room.make("second", functions)
 
 
 def test_ahead_of_calls_the_best_are_started_in_what_nobody_uses():
