@@ -26,6 +26,7 @@ from serving.lora_server.whole_layout import WholeLayout
 from serving.runtime.device_copier import device_copier
 from serving.runtime.gpu_assignment import use_gpu
 
+_ALLOCATOR = "XLA_PYTHON_CLIENT_ALLOCATOR"
 logger = logging.getLogger(__name__)
 
 _REFUSALS = (
@@ -89,6 +90,13 @@ class Adapters:
             os._exit(1)
 
 
+def _take_gpu(number: int) -> None:
+    """Compute on a GPU with XLA's own allocator, which functions that share one leave."""
+    use_gpu(number)
+    if os.environ.get(_ALLOCATOR) == "cuda_async":
+        del os.environ[_ALLOCATOR]
+
+
 def run(connection: Any, order: dict[str, Any], private_bytes: Callable[[], int]) -> None:
     """Answer an engine's rows, and the agent's calls, until the connection's other side has gone.
 
@@ -97,7 +105,7 @@ def run(connection: Any, order: dict[str, Any], private_bytes: Callable[[], int]
     start = time.monotonic()
     try:
         if order["device"] != "cpu":
-            use_gpu(order["gpu"])
+            _take_gpu(order["gpu"])
         adapters = Adapters(order)
     except _REFUSALS as error:
         send_header(connection, {"error": f"The process of all adapters cannot start: {error}"})

@@ -1,5 +1,6 @@
 """The process of all adapters: it loads and lets go by calls, and refuses what it does not take."""
 
+import os
 import socket
 import threading
 
@@ -67,3 +68,13 @@ def test_a_start_that_fails_tells_the_reason():
         order = {"model": "/nowhere", "device": "cpu", "address": "/nowhere/socket", **SIZES}
         adapters_process.run(theirs, order, lambda: 0)
         assert "process of all adapters cannot start" in receive_header(ours)["error"]
+
+
+def test_on_a_gpu_it_takes_the_next_one_with_xlas_own_allocator(monkeypatch):
+    taken = []
+    monkeypatch.setattr(adapters_process, "use_gpu", taken.append)
+    for given, kept in (("cuda_async", None), ("platform", "platform")):
+        monkeypatch.setenv("XLA_PYTHON_CLIENT_ALLOCATOR", given)
+        adapters_process._take_gpu(1)
+        assert os.environ.get("XLA_PYTHON_CLIENT_ALLOCATOR") == kept
+    assert taken == [1, 1]

@@ -153,15 +153,26 @@ def test_the_dtype_auto_is_the_checkpoint_s(tmp_path, monkeypatch):
     assert asked == [None, None, "bfloat16"]
 
 
-def test_isolation_server_on_a_gpu_is_refused_before_a_function_starts(tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("device", "gpus", "options", "words"),
+    [
+        ("gpu", "0", {}, "takes two GPUs.*sees 1 .CUDA_VISIBLE_DEVICES is 0.*isolation 'process'"),
+        ("gpu", "0,1", {"tenant_processes": "each"}, "'each' is for CPUs"),
+        ("tpu", "0,1", {}, "runs on CPUs and GPUs, not on tpu: use 'process'"),
+    ],
+)
+def test_devices_that_do_not_serve_isolation_server_are_refused_before_a_function_starts(
+    device, gpus, options, words, tmp_path, monkeypatch
+):
     closed = []
     zygote = SimpleNamespace(kill=lambda: None, close=lambda: None)
-    published = SimpleNamespace(device="gpu", close=lambda: closed.append("backbone"))
+    published = SimpleNamespace(device=device, close=lambda: closed.append("backbone"))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", gpus)
     monkeypatch.setattr(agent_module, "Zygote", lambda: zygote)
     monkeypatch.setattr(agent_module, "Published", lambda *given: published)
     (tmp_path / "config.json").write_text("{}")
-    with pytest.raises(ValueError, match="isolation 'server' runs on CPUs, not on gpu: use 'proc"):
-        Agent(tmp_path, isolation="server")
+    with pytest.raises(ValueError, match=words):
+        Agent(tmp_path, isolation="server", **options)
     assert closed == ["backbone"]
 
 
