@@ -79,7 +79,7 @@ class Registry(Protocol):
 
     def unload(self, name: str) -> Any: ...
 
-    def entries(self) -> Any: ...
+    def known(self) -> Any: ...
 
     def refuse(self, name: str, why: str) -> None: ...
 
@@ -204,13 +204,15 @@ def replay(
 
     What ended several processes, as `attempts` knows, is not tried again until it is loaded anew.
 
-    What is there already is left alone. A name whose files are gone or are others than those that
-    were loaded answers to nobody until it is loaded again, or unloaded; everything else is served.
+    What is there already is left alone, also if its weights have left host memory: an instance that
+    serves repeats the journal after every change. A name whose files are gone or are others than
+    those that were loaded answers to nobody until it is loaded again, or unloaded; everything else
+    is served.
     """
     for name in changes.unloaded:
         with contextlib.suppress(AdapterNotFound):
             registry.unload(name)
-    present = {entry.name: entry for entry in registry.entries()}
+    present = {entry.name: entry for entry in registry.known()}
     failures = {}
     for name, wanted in changes.loaded.items():
         entry = present.get(name)

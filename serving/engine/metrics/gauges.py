@@ -166,7 +166,7 @@ def _own_gauges(stats: EngineStats) -> Iterable[Metric]:
         ("encoder_rows_total", "Room for them.", stats.image_stats.rows_total),
         ("kv_host_pages_used", "KV pages in host memory.", stats.host_pages.used),
         ("kv_host_pages_total", "Room for them.", stats.host_pages.total),
-        ("adapters_loaded", "Adapters in the registry.", stats.adapters_loaded),
+        ("adapters_loaded", "Names of adapters in host memory.", stats.adapters_loaded),
         (
             "adapter_device_bytes",
             "Device memory of rank rows and experts in use, in bytes.",

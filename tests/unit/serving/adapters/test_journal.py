@@ -8,10 +8,16 @@ import threading
 from pathlib import Path
 
 import pytest
+from support.cases import adapter_cases as cases
 from support.doubles.fake_engine import FakeEngine, write_fake_adapters
 from support.processes.http_server import client_of
 
-from lora_jax.adapters.registry import AdapterRejected, RegistryBusy
+from lora_jax.adapters.registry import (
+    AdapterRegistry,
+    AdapterRejected,
+    RegistryBusy,
+    RegistryLimits,
+)
 from serving.adapters import journal, load_attempts
 from serving.adapters.journal import Changes, Journal, Loaded, replay
 from serving.http.app import create_app
@@ -94,6 +100,28 @@ def test_an_entry_of_a_wrong_kind_is_no_journal(tmp_path, field):
     (tmp_path / journal.FILE).write_text(json.dumps(content))
     with pytest.raises(ValueError, match="wrong entry of 'a'"):
         made.read()
+
+
+def test_a_replay_beside_requests_leaves_evicted_adapters_alone(tmp_path):
+    """A change of another name dropped and refused those that had no room to be read again."""
+    for name in ("sql", "law"):
+        cases.write_adapter(tmp_path / name, cases.dense_tensors(seed=len(name) + ord(name[0])))
+    reads: list[str] = []
+    registry = AdapterRegistry(
+        cases.llama(),
+        lora_dir=tmp_path,
+        limits=RegistryLimits(max_in_memory=1),
+        keep=lambda weights: reads.append(weights.digest) or weights,
+    )
+    entries = {name: registry.load(name, name) for name in ("sql", "law")}
+    registry.set_in_use(lambda: {entries["law"].digest})  # a request runs
+    changes = Changes({name: Loaded(name, entry.digest) for name, entry in entries.items()})
+    assert replay(changes, registry) == {}
+    assert registry.refused == {}
+    assert [one.name for one in registry.known()] == ["law", "sql"]
+    assert len(reads) == 2, "nothing was read again"
+    registry.set_in_use(frozenset)
+    assert registry.resolve("sql").digest == entries["sql"].digest
 
 
 def test_a_load_that_cannot_be_recorded_is_not_acknowledged(root, tmp_path, monkeypatch):
