@@ -9,7 +9,7 @@ from lora_jax.adapters.composition import parts_of, versions_in
 from lora_jax.adapters.reader import CONFIG_FILES
 from lora_jax.adapters.registry import AdapterEntry, AdapterNotFound, RegistryBusy
 from lora_jax.adapters.task_head import TaskHead
-from lora_jax.adapters.versions import FULL_NAME, NAME
+from lora_jax.adapters.versions import FULL_NAME, NAME, joined
 from serving.http.access.keys import Caller
 from serving.http.errors import ApiError, scrub, unknown_model
 from serving.http.interface import AbstractEngine
@@ -66,9 +66,18 @@ class ModelNames:
         return root is not None and is_adapter_folder(os.path.realpath(root), name)
 
     def heads(self) -> dict[str, TaskHead]:
-        """Return the task heads of loaded adapters, by the adapter's name."""
+        """Return the task heads of loaded adapters, by the adapter's name.
+
+        A name that follows a rollout has the head of its versions, if they have the same one.
+        """
         known = self._engine.registry.known()
-        return {e.name: e.report.head for e in known if e.report.head is not None}
+        heads = {e.name: e.report.head for e in known if e.report.head is not None}
+        for name, state in self._engine.rollouts.states().items():
+            heads.pop(name, None)  # of a plain adapter, which answers no request now
+            first, *others = (heads.get(joined(name, version)) for version in state.now.served)
+            if first is not None and all(other == first for other in others):
+                heads[name] = first
+        return heads
 
     async def resolve(
         self,

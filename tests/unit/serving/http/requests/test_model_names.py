@@ -2,10 +2,13 @@
 
 import asyncio
 import os
+from types import SimpleNamespace
 
 import pytest
 from support.doubles.fake_engine import FakeEngine, write_fake_adapters
 
+from lora_jax.adapters.task_head import HeadKind, TaskHead
+from serving.adapters.rollout import Rollout, Shares
 from serving.http.access.keys import Caller
 from serving.http.errors import ApiError
 from serving.http.requests.model_names import ModelNames, Target, folder_adapters
@@ -78,6 +81,27 @@ def test_hidden_adapters_do_not_exist(names):
     with pytest.raises(ApiError) as error:
         resolve(names, "sql", caller=tenant)
     assert error.value.message.startswith("The model `sql` does not exist.")
+
+
+def test_a_name_in_a_rollout_has_the_head_that_all_its_versions_have(tmp_path):
+    one, other = TaskHead(HeadKind.CLASS, ("a", "b")), TaskHead(HeadKind.COUNT, ("0", "1"))
+    heads = {"x": one, "x@v1": other, "x@v2": other, "x@v3": one, "y": one, "y@v1": None}
+    registry = [SimpleNamespace(name=n, report=SimpleNamespace(head=h)) for n, h in heads.items()]
+    engine = FakeEngine(tmp_path)
+    engine.registry.known = lambda: registry
+    states: dict[str, Rollout] = {}
+    engine.rollouts.states = lambda: states
+    made = ModelNames(engine)
+
+    def head_of(name: str, **buckets: int) -> TaskHead | None:
+        states[name] = Rollout(Shares(buckets))
+        return made.heads().get(name)
+
+    assert made.heads() == {name: head for name, head in heads.items() if head is not None}
+    assert head_of("x", v1=5_000, v2=5_000) == other
+    assert head_of("x", v1=9_000, v3=1_000) is None
+    assert head_of("x", v1=10_000, v3=0) == other
+    assert head_of("y", v1=10_000) is None, "its versions have none"
 
 
 def test_seeing_one_agrees_with_listing_all(names):
