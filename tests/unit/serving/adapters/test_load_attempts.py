@@ -23,7 +23,7 @@ class Registry:
             os._exit(9)
         self.served.append(name)
     def unload(self, name): pass
-    def entries(self): return ()
+    def known(self): return ()
     def refuse(self, name, why): self.refused.append((name, why))
 
 journal = Journal(sys.argv[1])
