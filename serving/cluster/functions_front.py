@@ -26,6 +26,7 @@ from serving.cli.serve import (
 from serving.cluster.abstract_front import BodyLimits
 from serving.cluster.functions_proxy import FunctionsProxy
 from serving.engine.metrics import logs
+from serving.engine.metrics.quantised_line import quantised_line
 from serving.functions.agent import Agent
 from serving.functions.messages import http_fields
 from serving.http.access.audit import AuditLog
@@ -83,7 +84,7 @@ def serve_functions(
         proxy = FunctionsProxy(agent, folder, names, *card, limits, failed_keys)
         stack.callback(proxy.close)
         app = _app(proxy, options, keys, audit, metrics)
-        lines = [] if quantization is None else [logs.quantised_line(quantization)]
+        lines = [] if quantization is None else [quantised_line(quantization)]
         lines += _ready_lines(options, sock, names[0])
         end_s = options.shutdown_timeout * _FUNCTIONS_SHARE
 
@@ -117,6 +118,7 @@ def _agent(options: Options, names: tuple[str, ...], budgets: str) -> Agent:
     }
     http = dataclasses.replace(options.http, served_names=names)
     dtype = None if options.engine.dtype == "auto" else options.engine.dtype
+    given: dict[str, Any] = {"structured_outputs": True} | fields
     return Agent(
         options.engine.model,
         dtype=dtype,
@@ -127,7 +129,7 @@ def _agent(options: Options, names: tuple[str, ...], budgets: str) -> Agent:
         verify_s=options.functions.functions_verify_s,
         max_tenants=options.functions.functions_max_tenants,
         http={"settings": http_fields(http), "budgets_folder": budgets},
-        **{"structured_outputs": True} | fields,
+        **given,
     )
 
 

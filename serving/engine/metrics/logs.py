@@ -8,7 +8,7 @@ import platform
 import shlex
 import sys
 import threading
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -93,15 +93,6 @@ def route_lines(app: FastAPI) -> list[str]:
         f"Route: {path}, Methods: {', '.join(m.upper() for m in sorted(methods))}"
         for path, methods in sorted(paths.items())
     ]
-
-
-def quantised_line(summary: Mapping[str, Any]) -> str:
-    """Return the line of a log for what the base's card says of quantised weights."""
-    quantised, others = summary["parameters"] / 1e6, summary["other_parameters"] / 1e6
-    return (
-        f"Quantised weights: {quantised:.1f} M in {summary['format']} ({summary['method']}), "
-        f"{summary['bits_per_parameter']:.2f} bits each; {others:.1f} M others are not."
-    )
 
 
 def ready_lines(

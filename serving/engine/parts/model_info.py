@@ -15,7 +15,7 @@ from lora_jax.ops.keep_likely import check_vocab
 from serving.api.config import EngineConfig
 from serving.api.generation_config import GenerationConfig
 from serving.engine.memory.sizing import CacheSize
-from serving.engine.metrics.logs import quantised_line
+from serving.engine.metrics.quantised_line import quantised_line
 from serving.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
