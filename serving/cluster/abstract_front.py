@@ -5,17 +5,18 @@ import contextlib
 import dataclasses
 import logging
 
+from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from serving.api.request import Share
-from serving.cluster.inbound import ClientLeft, read_body
 from serving.cluster.key_ledger import KeyLedger
 from serving.cluster.peek import sequences
 from serving.cluster.relay import while_there
 from serving.cluster.suspects import Suspects
 from serving.http.access.observe import GENERATING
 from serving.http.errors import ApiError
+from serving.http.wire.whole_body import whole_body
 
 logger = logging.getLogger(__name__)
 
@@ -52,7 +53,7 @@ class AbstractFront(abc.ABC):
             await self._answer(scope, receive, send_)
         except ApiError as error:
             await error.response()(scope, receive, send_)
-        except ClientLeft:
+        except ClientDisconnect:
             logger.info("A client left before it was answered.")
         except ConnectionAbortedError as error:
             logger.warning("A stream was cut off: %s", error)
@@ -63,7 +64,8 @@ class AbstractFront(abc.ABC):
             await self._health(path)(scope, receive, send_)
             return
         limits = self._limits
-        body = await read_body(scope, receive, limits.max_body_bytes, limits.body_timeout_s)
+        bounds = limits.max_body_bytes, limits.body_timeout_s
+        body = bytes(await whole_body(scope, receive, *bounds))
         if await self._answer_here(scope, body, receive, send_):
             return
         caller = scope.get("state", {}).get("caller")

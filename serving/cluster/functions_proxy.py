@@ -27,7 +27,6 @@ from serving.cluster.abstract_front import (
     BodyLimits,
 )
 from serving.cluster.function_metrics import FunctionMetrics
-from serving.cluster.inbound import ClientLeft
 from serving.cluster.metrics import merge
 from serving.cluster.peek import peek
 from serving.cluster.proxy import parts_of
@@ -272,8 +271,6 @@ class FunctionsProxy(AbstractFront):
         except FunctionRefused as error:
             raise ApiError(400, scrub(str(error)), param="model") from None
         except ConnectionError as error:
-            if isinstance(error, ClientLeft):
-                raise
             if not isinstance(error, DeviceFull):
                 self._look_at_device()
             raise ApiError(503, scrub(str(error)), headers=_BUSY) from None

@@ -9,9 +9,9 @@ import json
 from collections.abc import Coroutine
 from typing import Any
 
+from starlette.requests import ClientDisconnect
 from starlette.types import Message, Receive, Send
 
-from serving.cluster.inbound import ClientLeft
 from serving.cluster.upstream import Headers, Upstream, UpstreamBroken
 from serving.http.errors import ApiError
 
@@ -22,7 +22,7 @@ _CUT_OFF = "The instance ended while it answered."
 async def relay(upstream: Upstream, receive: Receive, send_: Send) -> None:
     """Pass the answer on and close it. Raises UpstreamBroken before anything was passed on.
 
-    Raises ClientLeft when the client goes, which ends the request at the instance too.
+    Raises ClientDisconnect when the client goes, which ends the request at the instance too.
     """
     try:
         length = _value(upstream.headers, b"content-length")
@@ -36,13 +36,13 @@ async def relay(upstream: Upstream, receive: Receive, send_: Send) -> None:
 
 
 async def while_there[Result](work: Coroutine[Any, Any, Result], receive: Receive) -> Result:
-    """Return what the work returns; cancel it and raise ClientLeft when the client goes."""
+    """Return what the work returns; cancel it and raise ClientDisconnect when the client goes."""
     gone = asyncio.create_task(_disconnected(receive))
     working = asyncio.create_task(work)
     try:
         await asyncio.wait({gone, working}, return_when=asyncio.FIRST_COMPLETED)
         if not working.done():
-            raise ClientLeft
+            raise ClientDisconnect
         return working.result()
     finally:
         gone.cancel()

@@ -1,7 +1,5 @@
-"""Read a JSON body: in time, within the size limit, of the right type, and exactly as typed."""
+"""Read a JSON body: whole, of the right type, and exactly as typed."""
 
-import asyncio
-import contextlib
 import itertools
 import logging
 from typing import Any
@@ -16,11 +14,10 @@ from serving.http.lanes import Lane, run_in
 from serving.http.requests.bounds import SMALL_BODY, Bounds
 from serving.http.requests.long_images import read_with_images
 from serving.http.requests.protocol import NAMES_ONLY
+from serving.http.wire.whole_body import CLOSE, whole_body
 
 logger = logging.getLogger(__name__)
 _LARGE = 1 << 20  # bytes of a body that the event loop does not read itself
-_MOST_DISCARDED = 64 << 20  # bytes above the limit of a body that is read, for at most _DISCARD_S
-_DISCARD_S = 2.0
 _SHOWN = 16  # names of ignored fields in the log
 
 
@@ -41,13 +38,13 @@ async def read_body[Body: BaseModel](request: Request, kind: type[Body]) -> Body
     coding = request.headers.get("content-encoding", "identity").strip().lower()
     if coding != "identity":
         shown = f"The body is {coding[:32]!r} encoded; send it without Content-Encoding."
-        raise ApiError(415, shown, headers=_CLOSE | {"Accept-Encoding": "identity"})
+        raise ApiError(415, shown, headers=CLOSE | {"Accept-Encoding": "identity"})
     server = request.app.state.server
     settings, bounds = server.settings, Bounds.of(server.engine)
     limit = settings.max_body_bytes or bounds.body_bytes
     if kind in NAMES_ONLY:
         limit = min(limit, SMALL_BODY)
-    raw = await _read(request, limit, settings.body_timeout_s)
+    raw = await whole_body(request.scope, request.receive, limit, settings.body_timeout_s)
     if len(raw) >= bounds.values and await run_in(Lane.SHORT, too_many_values, raw, bounds.values):
         raise ApiError(413, f"The body holds more than {bounds.values} JSON values.")
     if len(raw) < _LARGE:
@@ -72,40 +69,6 @@ def _checked_large[Body: BaseModel](kind: type[Body], raw: bytearray) -> Body:
     return _checked(kind, raw) if body is None else body
 
 
-async def _read(request: Request, limit: int, timeout_s: float) -> bytearray:
-    too_large = ApiError(413, f"The body is larger than {limit} bytes.", headers=_CLOSE)
-    declared = request.headers.get("content-length", "0")
-    if declared.isdecimal() and (length := int(declared[:20])) > limit:
-        if length <= limit + _MOST_DISCARDED and "expect" not in request.headers:
-            await _discard(request)
-        raise too_large
-    body = bytearray()  # chunks that are joined at the end hold up the event loop
-    try:
-        async with asyncio.timeout(timeout_s):
-            async for chunk in request.stream():
-                if len(body) + len(chunk) > limit:
-                    raise too_large
-                body += chunk
-    except TimeoutError:
-        raise ApiError(408, "The body took too long to arrive.", headers=_CLOSE) from None
-    return body
-
-
-async def _discard(request: Request) -> None:
-    """Read what a client sends and keep nothing: many look for an answer only behind their body.
-
-    If the connection ended before, they would tell of that and not of the answer.
-    """
-    with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(_DISCARD_S):
-            async for _ in request.stream():
-                pass
-
-
-# The rest of the body is still on its way, so the connection cannot serve another request.
-_CLOSE = {"Connection": "close"}
-
-
 class OneLength:
     """Refuse requests that state their length twice: a proxy may see another end than we do."""
 
@@ -115,7 +78,7 @@ class OneLength:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         names = [name for name, _ in scope.get("headers", ())]
         if b"transfer-encoding" in names and b"content-length" in names:
-            error = ApiError(400, "Both Content-Length and Transfer-Encoding.", headers=_CLOSE)
+            error = ApiError(400, "Both Content-Length and Transfer-Encoding.", headers=CLOSE)
             await error.response()(scope, receive, send)
             return
         await self.app(scope, receive, send)

@@ -246,7 +246,7 @@ def test_without_the_key_no_body_is_read(closed):
         assert time.monotonic() - begun < 10
 
 
-def test_a_declared_length_over_the_limit_is_refused_unread(client, instances):
+def test_a_declared_length_over_the_limit_reaches_no_instance(client, instances):
     head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 99999999\r\n\r\n"
     with socket.create_connection((client.base_url.host, client.base_url.port), 30) as sock:
         sock.sendall(head)

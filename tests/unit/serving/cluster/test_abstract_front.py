@@ -1,5 +1,8 @@
 """Every front: bounds of bodies, own answers, and the rest to one engine."""
 
+import contextlib
+import http.client
+
 import httpx
 import pytest
 from starlette.responses import PlainTextResponse
@@ -43,3 +46,14 @@ def test_answers(path, body, status, text):
         answer = httpx.request("POST" if body else "GET", url + path, content=body, timeout=60)
     assert answer.status_code == status
     assert text in answer.text
+
+
+def test_a_client_that_sends_all_before_it_reads_gets_the_413():
+    """As http.client and requests do: a connection that ends before is an error of theirs."""
+    with serve_app(Front(BodyLimits(4))) as url:
+        connection = http.client.HTTPConnection(url.removeprefix("http://"), timeout=60)
+        with contextlib.closing(connection):
+            connection.request("POST", "/v1/completions", b"x" * (16 << 20))
+            answer = connection.getresponse()
+            assert (answer.status, answer.getheader("Connection")) == (413, "close")
+            assert b"larger than 4 bytes" in answer.read()
