@@ -254,7 +254,7 @@ def test_a_function_without_a_call_rehearses_once_as_calls_are_answered(fails, m
     monkeypatch.setattr(rehearsal, "QUIET_S", 0.01)
     http = SimpleNamespace(rehearse=lambda adapter, prompt: routes.append((adapter, prompt)) or 2)
     with answering(engine, http=http) as call:
-        wait_until(lambda: len(routes) == 2)
+        wait_until(lambda: len(engine.asked) == 2 * len(rehearsal.prompts_of(engine)))
         for _ in range(2):
             call(call="generate", prompts=["said"], sampling=[{"max_tokens": 3}])
             time.sleep(0.03)
