@@ -1,6 +1,7 @@
 """All kinds behind one residency: slots follow each other, everything finds its own."""
 
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -28,6 +29,8 @@ from serving.loading.pair_residency import PairResidency
 from serving.loading.residencies import Residencies, make_residencies
 from serving.loading.server_residency import ServerResidency
 from serving.loading.stand_in_residency import StandInResidency
+from serving.lora_server.instance import InstanceSide
+from serving.lora_server.shared_side import SharedSide
 
 
 class Case:
@@ -168,13 +171,17 @@ def test_matrices_are_pinned_for_the_copier_or_cut_for_several_devices():
 
 
 @pytest.mark.parametrize(
-    ("server", "residency"), [(None, LoraResidency), (0, ServerResidency), (2, StandInResidency)]
+    ("side", "residency"),
+    [
+        (None, LoraResidency),
+        (Mock(spec=InstanceSide, num_local=0), ServerResidency),
+        (Mock(spec=InstanceSide, num_local=2), StandInResidency),
+        (Mock(spec=SharedSide), ServerResidency),
+    ],
+    ids=["alone", "server", "server and slots of its own", "process of all adapters"],
 )
 @pytest.mark.parametrize("with_esft", [False, True])
-def test_what_is_there_decides_on_the_residencies(server, residency, with_esft):
-    side = None if server is None else Server()
-    if side is not None:
-        side.num_local = server
+def test_what_is_there_decides_on_the_residencies(side, residency, with_esft):
     esft = SimpleNamespace(room=Room()) if with_esft else None
     if esft is not None:
         esft.room.allocator, esft.room.job = Slots(1), OneStep
