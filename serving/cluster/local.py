@@ -5,7 +5,6 @@ import dataclasses
 import functools
 import logging
 import shutil
-import tempfile
 import threading
 from collections.abc import Callable
 from multiprocessing.connection import Connection
@@ -30,6 +29,7 @@ from serving.runtime.all_or_none import all_or_none
 from serving.runtime.child_process import AbstractChild
 from serving.runtime.keeper import Keeper, end_keepers
 from serving.runtime.role_host import AbstractRoleHost, AbstractRoleHosts, OneHost
+from serving.runtime.socket_folder import socket_folder
 
 logger = logging.getLogger(__name__)
 
@@ -75,7 +75,7 @@ class LocalCluster:
         self._shared: BudgetsFolder | None = None  # with instances of other hosts
         self.group: ServerGroup | None = None
         self._members = _members(spec, cluster)
-        self._folder = Path(tempfile.mkdtemp(prefix="lora-jax-"))
+        self._folder = socket_folder("lora-jax-")
         try:
             self._prepare(options)
             self._start_all(spec)

@@ -5,11 +5,9 @@ import functools
 import logging
 import secrets
 import shutil
-import tempfile
 import threading
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 from serving.lora_server.coordinator import Coordinator
 from serving.lora_server.rank_process import RankProcess
@@ -20,6 +18,7 @@ from serving.runtime.all_or_none import all_or_none
 from serving.runtime.child_process import AbstractChild
 from serving.runtime.keeper import Keeper, end_keepers
 from serving.runtime.role_host import AbstractRoleHost, AbstractRoleHosts, OneHost
+from serving.runtime.socket_folder import socket_folder
 
 logger = logging.getLogger(__name__)
 
@@ -46,7 +45,7 @@ class ServerGroup:
         self.members = members
         self.spec, self._first_gpu, self._moved = spec, first_gpu, moved
         self._hosts = hosts or OneHost()
-        self._folder = Path(tempfile.mkdtemp(prefix="lora-server-"))
+        self._folder = socket_folder("lora-server-")
         self._secret = secrets.token_bytes(32)
         self._addresses: dict[int, tuple[str, int]] = {}  # over TCP, once they are known
         self._no_host: dict[int, str] = {}  # why, as it was said, by rank
