@@ -33,6 +33,7 @@ from serving.http.access.audit import AuditLog
 from serving.http.access.keys import KeyRing
 from serving.http.app import create_app
 from serving.http.settings import HttpSettings
+from serving.runtime import socket_folder
 
 GREEDY = Sampling(max_tokens=8, temperature=0.0, ignore_eos=True)
 MODELS = ["a0", None, "a1", "a2", None, "a3"]
@@ -222,6 +223,7 @@ def test_sigterm_during_the_start_ends_the_roles_and_removes_their_folder(
         os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(5)  # the handler runs before it ends
 
+    monkeypatch.setattr(socket_folder, "_LONGEST_PATH", 1000)  # no socket is made
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.setattr(front.LocalCluster, "_start_all", start_all)
     options = Options(EngineConfig(model=files[0]), HttpSettings(), ClusterConfig(instances=2))

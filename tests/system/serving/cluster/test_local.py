@@ -18,11 +18,13 @@ from serving.cluster.addresses import FarAddress
 from serving.cluster.local import LocalCluster
 from serving.cluster.server_place import server_spec
 from serving.http.settings import HttpSettings, KeyLimits
+from serving.runtime import socket_folder
 from serving.runtime.child_process import Pulse
 from serving.runtime.role_host import OneHost
 
 
 def test_no_folder_is_left_where_the_roles_are_not_prepared(engine, monkeypatch, tmp_path):
+    monkeypatch.setattr(socket_folder, "_LONGEST_PATH", 1000)  # no socket is made
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.setattr(local, "journal_of", lambda options: 1 / 0)
     options = Options(engine, HttpSettings(), ClusterConfig(instances=2))
@@ -255,7 +257,8 @@ def test_what_instances_of_other_hosts_share_is_in_a_folder_that_all_see(options
 def test_a_folder_that_cannot_be_shared_is_named_and_nothing_is_left(
     options, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr(local.tempfile, "tempdir", str(tmp_path / "temporary"))
+    monkeypatch.setattr(socket_folder, "_LONGEST_PATH", 1000)  # no socket is made
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
     (tmp_path / "temporary").mkdir()
     (tmp_path / "file").touch()
     limited = HttpSettings(api_keys=("key",), key_limits=KeyLimits(tokens_per_minute=5))
