@@ -22,6 +22,7 @@ from serving.cli.flag_layers import ParserWithSource, read_layers
 from serving.cli.flag_values import lora_module
 from serving.cli.flag_words import PREFIX
 from serving.cli.flags import build_parser
+from serving.cli.installed import check_installed
 from serving.cli.model_flags import check_model_flags
 from serving.cli.options import Options, is_loopback
 from serving.cli.paths import check_paths
@@ -228,6 +229,14 @@ def _nodes_of(options: Options, stack: ExitStack) -> AbstractRoleHosts | None:
     return nodes
 
 
+def _check_installed() -> None:
+    """Raise StartError, before anything is loaded, where the version line would fail."""
+    try:
+        check_installed()
+    except ValueError as error:
+        raise StartError(str(error)) from None
+
+
 def _show_provisioning(model: str, workload: str) -> None:
     """Print how large a LoRA Server the workload file needs."""
     from serving.cli.provision import provisioning_of_files
@@ -293,6 +302,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         elif options.provision is not None:
             _show_provisioning(options.engine.model, options.provision)
         else:
+            _check_installed()
             run(options)
     except StartError as error:
         logger.error("%s", error)
