@@ -3,7 +3,10 @@ SHELL := /bin/bash
 # The first that runs: pyenv has a command for each version that is not switched on too.
 PYTHON ?= $(shell for p in python3.12 python3.13 python3; do $$p -c "" 2>/dev/null && command -v $$p && break; done)
 BIN := .venv/bin
-PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
+# Modules that are imported are compiled then, and kept so: the rest of a package is never read.
+BYTECODE := PYTHONDONTWRITEBYTECODE=
+PIP_FLAGS := --disable-pip-version-check --quiet
+PIP := $(BYTECODE) $(BIN)/python -m pip $(PIP_FLAGS)
 MODEL ?= assets/tiny-moe
 # One of each domain; `make serve ESFT=` serves none, and other names of $(MODEL)/esft may stand here.
 ESFT ?= token-intent gate-law token-summary gate-translation
@@ -17,7 +20,7 @@ ARGS ?=
 UPGRADE ?=
 
 # The suite starts some sixty processes: they share what one of them has compiled to bytecode.
-TEST_ENV := PYTHONDONTWRITEBYTECODE=
+TEST_ENV := $(BYTECODE)
 
 # XLA compiles most of the suite's time. Empty: as in a user's process.
 FAST_COMPILE ?= 1
@@ -40,21 +43,40 @@ LOCK = $(TOOLS)/bin/uv pip compile --quiet --universal --python-version 3.12 --g
 # The lock files name each file by its hash. Elsewhere there may be no file for a version.
 LOCKED_FOR := import platform as p, sys; sys.exit((p.system(), p.machine()) not in (("Linux", "x86_64"), ("Linux", "aarch64")) or sys.version_info[:2] not in ((3, 12), (3, 13)))
 
+INSTALL_LOCKED := install --no-compile --require-hashes --no-deps
+INSTALL_BUILD := $(INSTALL_LOCKED) --requirement requirements/build.txt
+
+# The C++ kernels are compiled beside the installation of what they do not need. A server that
+# starts before they are there waits for them; if this fails, it compiles them itself.
+KERNELS := $(BYTECODE) PYTHONPATH=src nice -n 5 $(BIN)/python -m lora_jax.ops.cpu.build
+
 define install  # of requirements/$(1).txt, or else of the ranges in pyproject.toml with extras $(2)
 	@if $(BIN)/python -c '$(LOCKED_FOR)'; then \
-		$(PIP) install --require-hashes --no-deps --requirement requirements/build.txt && \
-		$(PIP) install --require-hashes --no-deps --no-build-isolation --requirement requirements/$(1).txt && \
-		$(PIP) install --no-deps --no-build-isolation --editable .; \
+		echo 'Installing the packages of requirements/$(1).txt into .venv.' && \
+		{ test .venv/.build -nt requirements/build.txt || { $(PIP) $(INSTALL_BUILD) && touch .venv/.build; }; } && \
+		$(PIP) $(INSTALL_LOCKED) --requirement requirements/kernels.txt && \
+		{ $(KERNELS) & } && \
+		$(PIP) $(INSTALL_LOCKED) --no-build-isolation --requirement requirements/$(1).txt && \
+		$(PIP) install --no-compile --no-deps --no-build-isolation --editable .; \
 	else \
 		echo 'requirements/$(1).txt is for Linux (x86_64, aarch64) and Python 3.12 or 3.13: installing by the ranges of pyproject.toml, without hashes.' && \
 		$(PIP) install --editable '.$(2)'; \
 	fi
 endef
 
+# With the pip of $(PYTHON), which is compiled already; ensurepip's takes 9 s of a processor.
+define install_pip
+	if $(PYTHON) -m pip --version >/dev/null 2>&1; then \
+		$(PYTHON) -m pip --python $(BIN)/python $(PIP_FLAGS) $(INSTALL_BUILD) && touch .venv/.build; \
+	else \
+		$(BIN)/python -m ensurepip >/dev/null; \
+	fi
+endef
+
 .PHONY: serve wheel test test-quick test-all test-avx2 test-faults soak test-clients test-gpu test-aot test-ascend lint lock sbom docs bench-cpu bench-gpu bench-report notebooks clean
 
 serve: .venv/.serve  ## start the embedded default on this machine's CPU
-	$(BIN)/python -m serving.launch $(MODEL) $(addprefix --lora-dir ,$(wildcard $(MODEL)/adapters)) $(if $(strip $(ESFT_FOLDERS)$(HEAD_FOLDERS)),--lora-modules $(ESFT_FOLDERS) $(HEAD_FOLDERS)) --port $(PORT) $(ARGS)
+	$(BYTECODE) $(BIN)/python -m serving.launch $(MODEL) $(addprefix --lora-dir ,$(wildcard $(MODEL)/adapters)) $(if $(strip $(ESFT_FOLDERS)$(HEAD_FOLDERS)),--lora-modules $(ESFT_FOLDERS) $(HEAD_FOLDERS)) --port $(PORT) $(ARGS)
 
 wheel: .venv/.serve  ## a wheel with the C++ kernels for every level of this architecture, in dist/
 	LORA_JAX_PREBUILT=1 $(PIP) wheel --no-deps --no-build-isolation --wheel-dir dist .
@@ -135,14 +157,15 @@ notebooks: .venv/.dev
 .venv/bin/python:
 	@test -n '$(PYTHON)' || { echo 'No python3.12, python3.13 or python3 runs: make PYTHON=/path/to/python3.12'; exit 1; }
 	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 12) or sys.exit("Python 3.12 or newer is needed, not %d.%d: make PYTHON=/path/to/python3.12" % sys.version_info[:2])'
-	$(PYTHON) -m venv .venv || { rm -rf .venv; exit 1; }  # no half folder for the next make
+	@$(PYTHON) -m venv --without-pip .venv && { $(install_pip); } || { rm -rf .venv; exit 1; }  # no half folder for the next make
 
-.venv/.serve: pyproject.toml requirements/build.txt requirements/serve.txt | .venv/bin/python
+.venv/.serve: pyproject.toml requirements/build.txt requirements/kernels.txt requirements/serve.txt | .venv/bin/python
 	$(call install,serve)
 	@touch $@
 
-.venv/.dev: pyproject.toml requirements/build.txt requirements/dev.txt | .venv/bin/python
+.venv/.dev: pyproject.toml requirements/build.txt requirements/kernels.txt requirements/dev.txt | .venv/bin/python
 	$(call install,dev,[dev])
+	@$(BIN)/python -m compileall -qq -j 0 .venv/lib || true  # some packages have files of other Pythons
 	@touch $@ .venv/.serve
 
 .venv/.docs: .venv/.serve
@@ -154,6 +177,7 @@ lock: $(TOOLS)/.installed  ## pin every package that is installed, with hashes: 
 	$(LOCK) pyproject.toml --extra dev --output-file requirements/dev.txt
 	$(LOCK) pyproject.toml --extra otel --constraint requirements/serve.txt --output-file requirements/otel.txt
 	$(LOCK) --group build --output-file requirements/build.txt
+	$(LOCK) --group kernels --constraint requirements/serve.txt --output-file requirements/kernels.txt
 	$(LOCK) --group supply-chain --output-file requirements/supply-chain.txt
 	$(LOCK) --group clients --output-file requirements/clients.txt
 	$(LOCK) --group vllm-rs --no-deps --output-file requirements/vllm-rs.txt

@@ -15,7 +15,7 @@ LOCKED = {
     "serve": RANGES,
     "dev": RANGES + EXTRAS["dev"] + EXTRAS["train"] + EXTRAS["bench"],
     "otel": RANGES + EXTRAS["otel"],
-    **{name: GROUPS[name] for name in ("build", "supply-chain", "clients", "vllm-rs")},
+    **{name: GROUPS[name] for name in ("build", "kernels", "supply-chain", "clients", "vllm-rs")},
 }
 
 
@@ -62,3 +62,12 @@ def test_what_tests_and_server_share_is_one_version():
     for name in ("dev", "otel"):
         other = pins(name)
         assert {n: str(r) for n, (r, _) in serve.items()} == {n: str(other[n][0]) for n in serve}
+
+
+@pytest.mark.parametrize("name", ["serve", "dev"])
+def test_what_kernels_are_compiled_with_is_what_is_installed_behind_it(name):
+    """Else a package is installed twice, and the kernels are compiled again."""
+    other = pins(name)
+    assert {n: (str(r), h) for n, (r, h) in pins("kernels").items()} == {
+        n: (str(other[n][0]), other[n][1]) for n in pins("kernels")
+    }

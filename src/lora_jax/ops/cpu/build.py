@@ -1,9 +1,13 @@
-"""The C++ kernels: compiled beforehand or at first use, kept in the user's cache, given to XLA."""
+"""The C++ kernels: compiled beforehand or at first use, kept in the user's cache, given to XLA.
+
+`python -m lora_jax.ops.cpu.build` compiles them into the cache before their first use.
+"""
 
 import ctypes
 import dataclasses
 import functools
 import logging
+import sys
 from pathlib import Path
 
 import jax
@@ -113,3 +117,16 @@ def require() -> None:
         raise Declined(f"CPU kernels cannot run on {jax.default_backend()}")
     if not available():
         raise Declined(f"the CPU {dispatch.NOT_BUILT}")
+
+
+def main() -> None:
+    """Compile the kernels for this machine into the cache, unless they are there."""
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    try:
+        library().build(dispatch.cache_folder())
+    except native.BuildError as error:
+        sys.exit(f"The CPU kernels were not compiled: {error}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,5 +1,6 @@
 """The C++ kernels: plain JAX where they cannot be built."""
 
+import ctypes
 import logging
 
 import jax
@@ -21,6 +22,26 @@ def test_without_a_compiler_one_warning_is_logged(monkeypatch, tmp_path, caplog)
     with caplog.at_level(logging.WARNING):
         assert not build.available.__wrapped__()
     assert [r.message for r in caplog.records if "found; install one" in r.message]
+
+
+def test_the_command_compiles_into_the_cache(monkeypatch, tmp_path):
+    source = tmp_path / "sources" / "one.cc"
+    source.parent.mkdir()
+    source.write_text('extern "C" int one() { return 1; }')
+    small = build.native.cpp_library("one", "test library", source.parent, ())
+    monkeypatch.setattr(build, "library", lambda: small)
+    monkeypatch.setattr(build.dispatch, "cache_folder", lambda: tmp_path / "cache")
+    build.main()
+    (made,) = (tmp_path / "cache").glob("*.so")
+    build.main()  # once
+    assert ctypes.CDLL(str(made)).one() == 1
+
+
+def test_the_command_says_why_nothing_is_compiled(monkeypatch, tmp_path):
+    monkeypatch.setattr(build.native, "cpp_compilers", lambda: ())
+    monkeypatch.setattr(build.dispatch, "cache_folder", lambda: tmp_path)
+    with pytest.raises(SystemExit, match=r"were not compiled: no C\+\+ compiler .*install one"):
+        build.main()
 
 
 def test_without_kernels_the_ops_run_as_plain_jax(monkeypatch):
