@@ -165,7 +165,7 @@ notebooks: .venv/.dev
 
 .venv/.dev: pyproject.toml requirements/build.txt requirements/kernels.txt requirements/dev.txt | .venv/bin/python
 	$(call install,dev,[dev])
-	@$(BIN)/python -m compileall -qq -j 0 .venv/lib || true  # some packages have files of other Pythons
+	@PYTHONWARNINGS=ignore $(BIN)/python -m compileall -qq -j 0 .venv/lib || true  # some packages have files of other Pythons
 	@touch $@ .venv/.serve
 
 .venv/.docs: .venv/.serve
