@@ -18,6 +18,7 @@ def made_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     ask = ["make", "--no-print-directory", "-n", "serve", f"ARGS={ADDED}"]
     lines = subprocess.run(ask, cwd=ROOT, capture_output=True, text=True, check=True).stdout
     words = shlex.split(lines.strip().splitlines()[-1])
+    words = words[["=" in word for word in words].index(False) :]  # without what it sets before
     assert words[1:3] == ["-m", "serving.launch"]
     log = tmp_path_factory.mktemp("server") / "log.txt"
     with serve(*words[3:], log=log) as url:
