@@ -31,7 +31,7 @@ from bench.functions import (
 )
 from bench.functions.large_model import SHAPES
 from bench.functions.run import simulate
-from bench.functions.sweeps import sweeps
+from bench.functions.sweeps import papers_load, sweeps
 from bench.functions.systems import ABLATIONS, SYSTEMS
 from bench.functions.times import Times, read_times
 from bench.functions.traces import CLASSES, CONVERSATIONS, MINUTES, WINDOWS, read_classes
@@ -40,8 +40,13 @@ from serving.api.functions_config import ISOLATIONS
 _LIMIT_S, _SHAPE_LIMIT_S = 20.0, 180.0
 
 
-def tables(traces: Path, times: Times) -> dict[str, list[dict[str, Any]]]:
-    """Return the rows of every class of arrivals, of the switches and sweeps under "normal"."""
+def tables(
+    traces: Path, times: Times, only_papers: bool = False
+) -> dict[str, list[dict[str, Any]]]:
+    """Return the rows of every class of arrivals, of the switches and sweeps under "normal"; or
+    those at the paper's load alone, which take a minute."""
+    if only_papers:
+        return papers_load(traces, times)
     classes = read_classes(traces)
     rows = {name: [simulate(s, times, classes[name]) for s in SYSTEMS] for name in CLASSES}
     rows["switches"] = [simulate(s, times, classes["normal"]) for s in ABLATIONS]
@@ -101,6 +106,9 @@ def options() -> argparse.ArgumentParser:
     parser.add_argument(
         "--traces", type=Path, help=f"folder with {WINDOWS}, {MINUTES} and {CONVERSATIONS}"
     )
+    parser.add_argument(
+        "--papers-load", action="store_true", help="of --simulate, only the rows at that load"
+    )
     parser.add_argument("--times", type=Path, help="JSON with fields of bench.functions.times")
     parser.add_argument("--instances", type=int, default=20, help="random instances of --policies")
     parser.add_argument(
@@ -157,7 +165,7 @@ def measured_of(given: argparse.Namespace) -> tuple[str, Any]:
     if given.device:
         sizes = given.counts, given.seconds, given.parts
         return "device", device_functions.measure(given.device, *sizes)
-    return "simulated", tables(given.traces, read_times(given.times))
+    return "simulated", tables(given.traces, read_times(given.times), given.papers_load)
 
 
 def main() -> None:

@@ -134,11 +134,28 @@ def test_a_device_that_is_billed_whole_costs_its_memory_for_all_the_time():
     assert row["dollars_whole_device"] == pytest.approx(2 * 48 * 14400 * 1.5 * 0.00002)
 
 
-def test_batches_of_one_backbone_are_as_large_as_memory_and_slo_allow():
-    shared, private = sweeps.peak_batches(Times())
+def test_batches_of_one_backbone_are_as_large_as_memory_allows():
     model = Times().models[0]
-    assert shared["peak_batch"] == min(int((48 - 13.5 - 4 * 0.573) / model.kv_gb), 4 * 67)
-    assert shared["peak_batch"] > private["peak_batch"]
+    shared, private, more, most = sweeps.peak_batches(Times())
+    assert private["peak_batch"] == 32
+    assert shared["peak_batch"] == int(32 + 13.5 / 2 / model.kv_gb)
+    assert most["device_gb"] == 48.0
+    assert more["peak_batch"] == int((48 - 13.5 - 2 * 0.573) / 2 / model.kv_gb)
+    seconds = model.prefill.seconds(32) + 99 * model.decode_step_s
+    assert private["tokens_per_s"] == pytest.approx(32 * 100 / seconds)
+
+
+def test_at_the_papers_load_a_shared_engine_costs_more_and_no_switch_is_free(monkeypatch):
+    """By four calls of each function in place of the traces."""
+    calls = [[60.0 * (8 * number + at) for number in range(4)] for at in range(8)]
+    monkeypatch.setattr(sweeps, "read_classes", lambda traces: {"normal": calls})
+    monkeypatch.setattr(sweeps, "PAPERS_SHARE", 1.0)
+    found = sweeps.papers_load(None, Times())
+    costs = {row["system"]: row["dollars"] for row in found["papers_load"]}
+    assert costs["functions"] < 0.1 * costs["model of one shared engine"]
+    names = [row["system"] for row in found["tight_switches"]]
+    assert names[0] == "functions"
+    assert "without offloading" in names
 
 
 def test_calls_of_a_slice_are_made_at_their_times():
