@@ -67,7 +67,7 @@ def compile_library(folder: Path, driver: str, headers: tuple[Path, ...] = ()) -
         inside = header.relative_to(CSRC) if header.is_relative_to(CSRC) else header.name
         (folder / inside).parent.mkdir(parents=True, exist_ok=True)
         (folder / inside).write_text(text)
-    for file in ("ptx.cuh", "tensor_map.cuh", "cluster.cuh", "wgmma.cuh"):
+    for file in ("arithmetic.cuh", "ptx.cuh", "tensor_map.cuh", "cluster.cuh", "wgmma.cuh"):
         shutil.copy(EMULATOR / file, folder / "device")
     for file in ("driver.cuh", driver):
         shutil.copy(EMULATOR / file, folder)

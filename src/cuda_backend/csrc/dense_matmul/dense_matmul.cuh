@@ -5,6 +5,7 @@
 // warpgroup stores its part, the others multiply. A row's result is one sum over d_in in steps of 16, whatever
 // its tile and its neighbours.
 #pragma once
+#include "device/arithmetic.cuh"
 #include "device/swizzled_map.cuh"
 #include "device/wgmma.cuh"
 

@@ -7,6 +7,7 @@
 // A row's result is one sum over d_in in steps of 16, as that of ops/grouped_matmul/pallas_gpu.py.
 #pragma once
 #include "device/addend.cuh"
+#include "device/arithmetic.cuh"
 #include "device/launch_early.cuh"
 #include "device/swizzled_map.cuh"
 #include "device/wgmma.cuh"

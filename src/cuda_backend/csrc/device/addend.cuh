@@ -1,5 +1,6 @@
 // Addends of a rounded product, two numbers at a time, in float32 or bfloat16; the sum is rounded again.
 #pragma once
+#include "device/arithmetic.cuh"
 #include "device/ptx.cuh"
 
 namespace lora_jax {

@@ -1,6 +1,7 @@
 // The gated activation, silu(gate) * up: the same arithmetic in the epilogue of a product and in a launch of
 // its own.
 #pragma once
+#include "device/arithmetic.cuh"
 #include "device/warp_sums.cuh"
 
 namespace lora_jax {

@@ -8,6 +8,7 @@
 // columns at once: their order changes no bit.
 // Values are computed as ops/grouped_matmul/weights.py says, in float32, and rounded once.
 #pragma once
+#include "device/arithmetic.cuh"
 #include "grouped_matmul/few_rows_affine.cuh"
 
 namespace lora_jax {

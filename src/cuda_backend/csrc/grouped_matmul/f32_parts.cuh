@@ -15,6 +15,7 @@
 
 #include <cstdint>
 
+#include "device/arithmetic.cuh"
 #include "device/ptx.cuh"
 
 namespace lora_jax {

@@ -5,6 +5,7 @@
 // product once. Where a stage has a scale that no float16 holds, products are rounded to float32 and then to bfloat16.
 // Both are what ops/grouped_matmul/weights.py says.
 #pragma once
+#include "device/arithmetic.cuh"
 #include "device/ptx.cuh"
 
 namespace lora_jax {

@@ -10,6 +10,7 @@
 // Tiles that do not fill all SMs once more are cut into three of 64 queries. There each warpgroup takes every
 // third block of keys, and the first one adds up what they found. A row's bits depend on its image alone.
 #pragma once
+#include "device/arithmetic.cuh"
 #include "device/wgmma.cuh"
 #include "image_attention/image_heads.cuh"
 

@@ -2,6 +2,7 @@
 // of 8 patches, and in a block 10 pieces of 8 columns, of which a head of 72 fills 9. The tenth piece is
 // zeros, of v a one and zeros: by it the product with the weights sums these up too.
 #pragma once
+#include "device/arithmetic.cuh"
 #include "device/ptx.cuh"
 
 namespace lora_jax {

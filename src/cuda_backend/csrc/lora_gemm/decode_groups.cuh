@@ -5,6 +5,7 @@
 // 64 rows of one adapter would read them eight times from L2, which takes longer than from memory once. Where a
 // segment has few items, a CTA's warps have several blocks of columns at a time.
 #pragma once
+#include "device/arithmetic.cuh"
 #include "lora_gemm/decode_shrink.cuh"
 
 namespace lora_jax {

@@ -5,6 +5,7 @@
 // a share of those, as much at a time as shared memory holds; one warp adds up in order what comes. Then the first CTA adds the four parts. A launch takes little but latencies, and a warp alone has
 // 4 or more cycles an instruction: so there are as few as may be before the loads and in the sum.
 #pragma once
+#include "device/arithmetic.cuh"
 #include "device/cluster.cuh"
 #include "lora_gemm/decode_plan.cuh"
 #include "lora_gemm/items.cuh"

@@ -8,6 +8,7 @@
 // while it waits for h. Sums are in one order by the widths alone: a warp has every eighth piece of a part of x, then
 // come warps, parts, and ranks by 16. So a row's bits depend on nothing but its own x, y and adapter.
 #pragma once
+#include "device/arithmetic.cuh"
 #include "device/launch_early.cuh"
 #include "lora_gemm/rank_rows.cuh"
 #include "lora_gemm/units.cuh"

@@ -29,6 +29,7 @@
 // The last 8-row box of a rank that is no multiple of 8 also reads rows of the next adapter. Shrink
 // drops their sums and expand their weights, whatever the values.
 #pragma once
+#include "device/arithmetic.cuh"
 #include "lora_gemm/expand_operand.cuh"
 #include "lora_gemm/unit_fetch.cuh"
 

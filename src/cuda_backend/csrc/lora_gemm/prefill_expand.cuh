@@ -5,6 +5,7 @@
 // many units share, ahead of its first one. Two teams of warps take units in turn; a warp keeps 64 columns
 // of B in registers.
 #pragma once
+#include "device/arithmetic.cuh"
 #include "lora_gemm/prefill_args.cuh"
 
 namespace lora_jax {

@@ -14,6 +14,7 @@
 // it themselves, as soon as the kernel begins: rows of x are on their way before it is known whose they are. A
 // shrink alone is one kernel for items and tiles (lora_gemm/shrink.cuh).
 #pragma once
+#include "device/arithmetic.cuh"
 #include "lora_gemm/prefill_stages.cuh"
 
 namespace lora_jax {

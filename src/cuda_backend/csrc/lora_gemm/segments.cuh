@@ -11,6 +11,7 @@
 // of both, [128 columns][group of 8 rank rows or rows][64 columns][8][64]. Rows past the item's last are others'
 // or zeros; what becomes of them is dropped.
 #pragma once
+#include "device/arithmetic.cuh"
 #include "lora_gemm/prefill_expand.cuh"
 #include "lora_gemm/units.cuh"
 

@@ -7,6 +7,7 @@
 // A's part, the 16-row operand of mma (two columns a lane, as in expand_block), stays in registers
 // while a CTA walks down its columns; B's is the 8-column operand, one row of w per n.
 #pragma once
+#include "device/arithmetic.cuh"
 #include "device/launch_early.cuh"
 #include "device/ptx.cuh"
 #include "device/swizzled_map.cuh"

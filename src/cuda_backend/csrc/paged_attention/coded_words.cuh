@@ -3,6 +3,7 @@
 // Long rows of one head keep enough loads in flight. Brought by the copy engine, as those of heads are (coded.cuh), they
 // take longer: see docs/notes/2026-11-28-eight-bits.md.
 #pragma once
+#include "device/arithmetic.cuh"
 #include "paged_attention/stages.cuh"
 
 namespace lora_jax {

@@ -1,6 +1,7 @@
 // Attention with keys and values of their own: a consumer warp owns a kv head and up to 16 rows
 // (tokens x query heads of the kv head), the m16 operand of mma, and needs no other warp.
 #pragma once
+#include "device/arithmetic.cuh"
 #include "paged_attention/stages.cuh"
 
 namespace lora_jax {

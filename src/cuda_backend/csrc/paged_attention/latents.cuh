@@ -3,6 +3,7 @@
 // the softmax rows, for the values columns of V. A latent is read from memory once a unit, so units of
 // a prompt have twice the rows; what happens to a row is the same.
 #pragma once
+#include "device/arithmetic.cuh"
 #include "paged_attention/stages.cuh"
 
 namespace lora_jax {

@@ -6,6 +6,7 @@
 // k_dim, and the warps' sums are added in order. Sums: a thread owns columns of v_dim. Chunks join as
 // in paged_attention/stages.cuh. So a token's result depends on nothing but its own sequence.
 #pragma once
+#include "device/arithmetic.cuh"
 #include "paged_attention/launch.cuh"
 
 namespace lora_jax {

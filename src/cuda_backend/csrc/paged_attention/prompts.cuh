@@ -5,6 +5,7 @@
 // A warp has 16 rows, and does with each 32 positions what a warp of heads.cuh does, in the same order;
 // chains of wgmma give the bits of chains of mma. So a token's bits are those of a decode step.
 #pragma once
+#include "device/arithmetic.cuh"
 #include "device/wgmma.cuh"
 #include "paged_attention/heads.cuh"
 

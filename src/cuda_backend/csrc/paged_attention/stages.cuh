@@ -5,6 +5,7 @@
 // its own logits, and chunks are put together in their order by `fold`, in registers or, through
 // memory, by combine_kernel: a token's result depends on nothing but its own sequence.
 #pragma once
+#include "device/arithmetic.cuh"
 #include "paged_attention/units.cuh"
 
 namespace lora_jax {

@@ -3,6 +3,7 @@
 // The order in which a row's squares are added depends on the width alone: first each thread's own, then the
 // threads of a warp by halves, then the warps in order.
 #pragma once
+#include "device/arithmetic.cuh"
 #include "device/warp_sums.cuh"
 
 namespace lora_jax {
