@@ -16,6 +16,7 @@ class LoraModuleFlag:
     name: str
     path: str
     pinned: bool = False
+    digest: str = ""  # of the only files that are served under the name; "": any
 
 
 def json_object(text: str) -> dict[str, Any]:

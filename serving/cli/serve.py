@@ -14,6 +14,7 @@ from typing import Any
 from starlette.types import ASGIApp
 
 from serving.adapters import rollouts
+from serving.adapters.given_files import digests_of, refuse_changed
 from serving.adapters.journal import FILE, Journal, replay
 from serving.api.config import EngineConfig
 from serving.api.examples import Examples, read_examples
@@ -43,6 +44,8 @@ class Started:
 
     replay: Callable[[], dict[str, str]]  # repeats the journal: reasons of what failed, by name
     body_bytes: int  # largest body
+    # Of the adapters given at the start, as they were read.
+    digests: dict[str, str] = dataclasses.field(default_factory=dict)
 
 
 class StartError(Exception):
@@ -77,15 +80,25 @@ def serve(
                 return {}
             return replay(journal.read(), engine.registry, journal.attempts)
 
+        digests = _given_digests(options, engine.registry)
         repeat()
         keep_rollouts(engine, journal)
-        started = Started(repeat, options.http.max_body_bytes or Bounds.of(engine).body_bytes)
+        most = options.http.max_body_bytes or Bounds.of(engine).body_bytes
+        started = Started(repeat, most, digests)
         aside = stack, metrics
         server = _server(options, engine, sock, journal, lambda: announce(started), *aside)
         if options.log_stats:
             stack.enter_context(logs.PeriodicStats(engine))
         stack.enter_context(rare_collections())
         run_server(server, sock)
+
+
+def _given_digests(options: Options, registry: Any) -> dict[str, str]:
+    """Return the digests of the adapters given; files that must be others are refused before."""
+    given = options.adapters
+    wanted = {module.name: module.digest for module in given if module.digest}
+    refuse_changed(registry, wanted, {module.name: module.path for module in given})
+    return digests_of(registry, [module.name for module in given])
 
 
 def journal_of(options: Options) -> Journal | None:

@@ -71,6 +71,7 @@ class InstanceProcess(AbstractChild):
         self.number, self.path = number, _address_on(host, path)
         self._talking = threading.Lock()
         self.body_bytes = 0  # largest body; known when it is ready
+        self.digests: dict[str, str] = {}  # of the adapters given, as it has read them; then too
         name = f"instance-{number} {secrets.token_hex(4)}"
         gang, self._followers = _places_on(hosts), []
         if isinstance(self.path, FarAddress):
@@ -112,10 +113,10 @@ class InstanceProcess(AbstractChild):
         ]
         try:
             if self._wait(has_news, _START_S, followers) and self._life.poll(0):
-                words = self._life.recv_bytes().removeprefix(_READY).split()
-                self.body_bytes = int(words[0])
+                said = json.loads(self._life.recv_bytes().removeprefix(_READY))
+                self.body_bytes, self.digests = int(said["body_bytes"]), said["digests"]
                 if isinstance(self.path, FarAddress):
-                    self.path = dataclasses.replace(self.path, port=int(words[1]))
+                    self.path = dataclasses.replace(self.path, port=int(said["port"]))
                 self.is_ready = True
                 return
         except Hung:
@@ -128,8 +129,8 @@ class InstanceProcess(AbstractChild):
         where = f": the process of node {ended[0].rank} has ended" if ended else ""
         if why and not ended:
             where = ": its process has ended"
-        said = _OF_KILLED if why else "its log says why."
-        raise ConnectionError(f"Instance {self.number} did not start{where}{why}; {said}")
+        hint = _OF_KILLED if why else "its log says why."
+        raise ConnectionError(f"Instance {self.number} did not start{where}{why}; {hint}")
 
     def replay(self) -> dict[str, str]:
         """Let the instance repeat the journal of loads; return what it could not load, and why.
@@ -272,7 +273,8 @@ def _announce(
     `starting` is closed: from then on the process ends in order.
     """
     port = 0 if sock.family == socket.AF_UNIX else sock.getsockname()[1]
-    life.send_bytes(_READY + b"%d %d" % (started.body_bytes, port))
+    said = {"body_bytes": started.body_bytes, "port": port, "digests": started.digests}
+    life.send_bytes(_READY + json.dumps(said).encode())
 
     def watch() -> None:
         with contextlib.suppress(EOFError, OSError):

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
 
+from serving.adapters.given_files import check_same
 from serving.api.cluster_config import ClusterConfig
 from serving.cli.model_flags import engines_of
 from serving.cli.options import Options
@@ -124,6 +125,16 @@ class LocalCluster:
         if self.group is not None and members is not None:
             calls.append(self.group.open)
         all_or_none(calls, self._kill_all)
+        self._hold_files([process.digests for process in self._processes])
+
+    def _hold_files(self, read: list[dict[str, str]]) -> None:
+        """Let instances that are started anew serve the files that these have read, or none."""
+        check_same(read)
+        digests = {name: digest for one in read for name, digest in one.items()}
+        held = [
+            dataclasses.replace(a, digest=digests.get(a.name, "")) for a in self._options.adapters
+        ]
+        self._options = dataclasses.replace(self._options, adapters=tuple(held))
 
     @property
     def processes(self) -> list[InstanceProcess]:

@@ -4,6 +4,7 @@ import dataclasses
 import os
 import tempfile
 import threading
+from typing import ClassVar
 
 import pytest
 from support.cases import lora_server_cases as cases
@@ -45,11 +46,13 @@ class Role:
     made: tuple = ()
     pid = os.getpid()
     fail_from = 99  # the number of the start that fails
+    read: ClassVar[dict] = {}  # digests of adapters, by instance, where they are others
 
     def __init__(self, options, number, path, place, serve_leases, hosts):
         self.number, self.place, self.is_ready, self.stopped = number, place, False, False
         self.path, self.hosts = path, hosts
-        self.engine = options.engine
+        self.engine, self.adapters = options.engine, options.adapters
+        self.digests = Role.read.get(number, {"a0": "aa", "a1": "bb"})
         self.sentinel, self._end = os.pipe()
         self.order = len(Role.made)
         Role.made = (*Role.made, self)
@@ -139,6 +142,9 @@ def test_a_dead_instance_is_started_anew(options):
     wait_until(lambda: cluster.processes[1] is not first[1] and cluster.router.up == (0, 1))
     assert first[1].stopped
     assert cluster.processes[0] is first[0]
+    assert [module.digest for module in first[1].adapters] == ["", ""]
+    again = cluster.processes[1]  # which serves the files of the others, or none
+    assert [(m.name, m.digest) for m in again.adapters] == [("a0", "aa"), ("a1", "bb")]
     folder = os.path.dirname(cluster.paths[0])
     assert os.path.exists(folder)
     cluster.close()
@@ -146,6 +152,13 @@ def test_a_dead_instance_is_started_anew(options):
     assert all(role.stopped for role in Role.made)
     assert cluster.group.closed
     assert not os.path.exists(folder)
+
+
+def test_instances_that_have_read_different_files_do_not_start(options, monkeypatch):
+    monkeypatch.setattr(Role, "read", {1: {"a0": "aa", "a1": "cc"}})
+    with pytest.raises(ConnectionError, match="Adapter 'a1': its files have changed while"):
+        LocalCluster(options, server_spec(options.engine, options.cluster))
+    assert all(role.stopped for role in Role.made)
 
 
 def test_all_members_of_a_world_are_started_anew_with_one_of_them(options):

@@ -44,9 +44,10 @@ def test_an_instance_says_where_it_is_and_how_large_bodies_may_be():
     assert (made.name, made.is_started) == ("instance-3", True)
     assert given.http.front_secret == process.path.secret  # it answers this front alone
     assert (seat.number, seat.first_gpu, seat.gang) == (3, 0, None)
-    host.ends[0].send_bytes(b"ready 4096 7001")
+    host.ends[0].send_bytes(b'ready {"body_bytes": 4096, "port": 7001, "digests": {"law": "aa"}}')
     process.wait_ready()
     assert (process.is_ready, process.body_bytes, process.path.port) == (True, 4096, 7001)
+    assert process.digests == {"law": "aa"}
     process.kill()
     process.stop()
     assert made.exitcode == -signal.SIGKILL
@@ -179,7 +180,7 @@ def test_the_process_serves_functions_where_it_is_asked_to_and_ends_with_its_par
 
     def serve_functions(options, sock, announce):
         seen.append(sock.getsockname())
-        announce(Started(lambda: {"sql": "is gone"}, 99))
+        announce(Started(lambda: {"sql": "is gone"}, 99, {"sql": "bb"}))
         assert ended.wait(60)
 
     monkeypatch.setattr(module.signal, "signal", lambda *given: None)
@@ -194,7 +195,8 @@ def test_the_process_serves_functions_where_it_is_asked_to_and_ends_with_its_par
     seat = InstanceSeat("instance-1 x", 1, path, 1, None)
     thread = threading.Thread(target=instance_main, args=(life, pulse, None, functions, seat, None))
     thread.start()
-    assert ours.recv_bytes() == b"ready 99 0"
+    said = json.loads(ours.recv_bytes().removeprefix(module._READY))
+    assert said == {"body_bytes": 99, "port": 0, "digests": {"sql": "bb"}}
     ours.send_bytes(module._REPLAY)
     assert json.loads(ours.recv_bytes()) == {"sql": "is gone"}
     ours.close()
