@@ -1,18 +1,21 @@
 """Launches an agent's processes: forks, orders, descriptors and turns. No jax."""
 
 import dataclasses
+import logging
 import socket
 import time
 from typing import Any
 
 from lora_jax.memory.wire import send_fds, send_header
 from serving.functions import jail
-from serving.functions.processes import Ends, Zygote, expect
+from serving.functions.processes import SEND_S, Ends, Stuck, Zygote, expect, is_stuck
 from serving.functions.published import Published
 from serving.functions.turns.keeper import TurnKeeper
 from serving.runtime.program_files import step_keys
 
-_START_S = 600.0  # to build an engine, on a slow machine
+logger = logging.getLogger(__name__)
+
+_START_S = 600.0  # for the rest of a message that has begun
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,7 +57,8 @@ class Launcher:
         """Fork a process for an order; return its socket, its pid and what it says when ready.
 
         Without `backbone` it is one of an adapter alone. `programs` says what it may do with those
-        of functions. Raises ValueError with its reason, ConnectionError where it ends.
+        of functions. Raises ValueError with its reason, ConnectionError where it ends, or is stuck
+        and is ended here.
         """
         device, fields = self._backbone.device, self._settings.fields
         asked = time.monotonic()
@@ -72,13 +76,27 @@ class Launcher:
         try:
             order = self._completed(order, programs, makes=makes)
             self._send(ours, order, backbone=backbone)
-            ready = self._ready(ours, order)
+            ready = self._ready(ours, order, pid)
             if makes:
                 self._steps = step_keys(ready.get("steps")) or self._steps
-        except BaseException:
+        except BaseException as error:
+            if is_stuck(error):
+                raise self._given_up(ours, pid, order["name"], error) from error
             ours.close()
             raise
         return ours, pid, ready | {"fork_s": fork_s}
+
+    def _given_up(
+        self, ours: socket.socket, pid: int, name: str, error: BaseException
+    ) -> ConnectionError:
+        """End a process that is stuck in its start; return the error that says so."""
+        unread = isinstance(error, BlockingIOError)
+        why = f"process {pid} has read nothing for {SEND_S:g} s" if unread else str(error)
+        text = f"The start of {name!r} is given up, and its process is killed: {why}."
+        logger.error("%s", text)
+        self._ends.kill(ours)
+        ours.close()
+        return ConnectionError(text)
 
     def _completed(
         self, order: dict[str, Any], programs: dict[str, bool] | None, *, makes: bool
@@ -105,11 +123,13 @@ class Launcher:
             with self._turns.open(order["name"]) as end:
                 send_fds(ours, [end.fileno()])
 
-    def _ready(self, ours: socket.socket, order: dict[str, Any]) -> dict[str, Any]:
-        """Return what a process says when it is ready, which may take _START_S seconds."""
+    def _ready(self, ours: socket.socket, order: dict[str, Any], pid: int) -> dict[str, Any]:
+        """Return what a process says when it is ready; it may begin a message and not end it."""
         ours.settimeout(_START_S)
         try:
-            ready = expect(ours, "ready")
+            ready = expect(ours, "ready", pid)
+        except Stuck:
+            raise
         except ConnectionError as error:
             raise ConnectionError(f"{error}{jail.bound_of(order['jail'])}") from error
         ours.settimeout(None)

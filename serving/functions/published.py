@@ -5,6 +5,7 @@ backup, once. The memory stays as long as the descriptors are open here.
 """
 
 import logging
+import math
 import socket
 import threading
 import weakref
@@ -19,6 +20,26 @@ _LOADS = 2
 _RENEW_S = 600.0  # that a start waits for pages that are being loaded anew
 
 
+class _Pages:
+    """Manifest and descriptors of one load; used under the lock of who has them."""
+
+    def __init__(self, manifest: dict[str, Any], fds: list[int]):
+        self.manifest, self.fds = manifest, fds
+        self.senders, self.is_old = 0, False
+
+    def unused(self) -> list[int]:
+        """Return the descriptors to close: all, once the pages are old and nobody sends them."""
+        if self.senders or not self.is_old:
+            return []
+        fds, self.fds = self.fds, []
+        return fds
+
+    def retire(self) -> list[int]:
+        """Send these to nobody else; return the descriptors to close now."""
+        self.is_old = True
+        return self.unused()
+
+
 class Published:
     """One backbone; any thread may call."""
 
@@ -27,27 +48,28 @@ class Published:
         ConnectionError where the backup's process ends too.
         """
         self._model, self._dtype = model, dtype
-        self._lock = threading.Condition()  # manifest and descriptors, while they are sent
+        self._lock = threading.Condition()  # the pages, which are sent without it
         self._unfit = self._failed = ""  # why these pages are sent to nobody; and will not be
         self._closed = False
         self._sent: weakref.WeakSet[socket.socket] = weakref.WeakSet()  # to whom, of these pages
-        self._manifest, self._fds, self.device = self._load()
+        manifest, fds, self.device = self._load()
+        self._pages = _Pages(manifest, fds)
 
     @property
     def num_bytes(self) -> int:
         """Bytes of the pages, counted once for all processes that map them."""
-        return sum(self._manifest["blocks"])
+        return sum(self._pages.manifest["blocks"])
 
     @property
     def leaves(self) -> dict[str, Any]:
         """Name, shape, dtype, place and SHA-256 of every array."""
-        return self._manifest["leaves"]
+        return self._pages.manifest["leaves"]
 
     def send(self, connection: socket.socket, order: dict[str, Any]) -> None:
         """Send an order with the manifest in it, and the descriptors behind it.
 
         Waits while the pages are loaded anew. Raises ConnectionError where that has failed, and
-        after `close`.
+        after `close`. A process that does not read holds up no other send.
         """
         with self._lock:
             self._lock.wait_for(lambda: not self._unfit or self._failed or self._closed, _RENEW_S)
@@ -56,18 +78,27 @@ class Published:
             if self._unfit:
                 raise ConnectionError(f"{self._unfit} {self._failed}".strip())
             self._sent.add(connection)
-            send_header(connection, {**order, "manifest": self._manifest})
-            send_fds(connection, self._fds)
+            pages = self._pages
+            pages.senders += 1
+        try:
+            send_header(connection, {**order, "manifest": pages.manifest})
+            send_fds(connection, pages.fds)
+        finally:
+            with self._lock:
+                pages.senders -= 1
+                unused = pages.unused()
+            close_all(unused)
 
     def condemn(self, why: str) -> list[socket.socket]:
         """Stop sending these pages; return the connections of the processes that have them.
 
-        Their descriptors are closed, so that their memory is free for new pages once these ended.
+        Their descriptors are closed, at the latest when a send under way has ended, so that their
+        memory is free for new pages once these processes ended.
         """
         with self._lock:
             self._unfit, self._failed = why, ""
             sent, self._sent = list(self._sent), weakref.WeakSet()
-            old, self._fds = self._fds, []
+            old = self._pages.retire()
         close_all(old)
         return sent
 
@@ -91,18 +122,18 @@ class Published:
                 self._lock.notify_all()
             raise
         with self._lock:
-            old = self._fds
             if self._closed:
                 old = fds
             else:
-                self._fds, self._manifest, self._unfit = fds, manifest, ""
+                old = self._pages.retire()
+                self._pages, self._unfit = _Pages(manifest, fds), ""
             self._lock.notify_all()
         close_all(old)
 
     def close(self) -> None:
         """Close the descriptors; no `send` waits any more. A second call does nothing."""
         with self._lock:
-            fds, self._fds, self._closed = self._fds, [], True
+            fds, self._closed = self._pages.retire(), True
             self._lock.notify_all()
         close_all(fds)
 
@@ -121,7 +152,7 @@ class Published:
         try:
             with connection:
                 send_header(connection, {"model": self._model, "dtype": self._dtype})
-                answer = expect(connection, "manifest")
+                answer = expect(connection, "manifest", process.pid, math.inf)
                 fds = receive_fds(connection, len(answer["manifest"]["blocks"]))
                 send_header(connection, {"received": len(fds)})
         finally:

@@ -14,6 +14,8 @@ from lora_jax.memory.wire import receive_header, send_fds, send_header
 
 logger = logging.getLogger(__name__)
 
+_BUSY_S = 0.1  # that a connection waits for another message to be sent
+
 # Why a process has ended, in the error of its calls.
 LACKED = "ran out of the device memory that was measured for it, and starts again with more"
 
@@ -24,7 +26,8 @@ class Running:
     def __init__(self, connection: socket.socket, pid: int, about: dict[str, Any]):
         """`about` is what the process said when it was ready: seconds, bytes, sizes."""
         self.pid, self.about, self._connection = pid, about, connection
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # calls and the process' end; nothing waits under it
+        self._sending = threading.Lock()  # the connection, while it is written or closed
         self._numbers = itertools.count()
         self._waiting: dict[int, queue.SimpleQueue[dict[str, Any]]] = {}
         self._owners: dict[int, str] = {}  # of calls that wait, where several share the process
@@ -36,6 +39,8 @@ class Running:
         self.on_lack: Callable[[], None] = lambda: None
         # Called with the number of an adapter in another process of which no step has rows.
         self.on_freed: Callable[[int], None] = lambda number: None
+        # Called when `read` is at its end: the process is to leave.
+        self.on_end: Callable[[], None] = lambda: None
         # Called with the bytes that the process alone holds, some time after it was ready.
         self.on_grown: Callable[[int], None] = lambda num_bytes: None
 
@@ -52,11 +57,15 @@ class Running:
             if self.ended:
                 return None
             number = self._new_call(answers, owner)
-            try:
+        try:
+            with self._sending:
                 send_header(self._connection, {"id": number, **call})
                 if fds:
                     send_fds(self._connection, fds)
-            except OSError:  # `read` finds its end too, and answers
+        except OSError as error:  # `read` finds its end too, and answers
+            if isinstance(error, BlockingIOError):
+                logger.error("Process %d does not read its calls and is given up.", self.pid)
+            with self._lock:
                 self._shut_down()
         return answers
 
@@ -85,21 +94,36 @@ class Running:
     def connect(self, *, owner: str = "") -> socket.socket | None:
         """Return a connection to the process, under way until it is closed; None: not now."""
         ours, theirs = socket.socketpair()
-        with theirs, self._lock:
-            # A process that does not read would let us wait; two messages fit where one may go.
+        with theirs:
+            if self._is_open() and self._sending.acquire(timeout=_BUSY_S):
+                try:
+                    if self._hand_over(theirs, owner):
+                        return ours
+                finally:
+                    self._sending.release()
+        ours.close()
+        return None
+
+    def _hand_over(self, theirs: socket.socket, owner: str) -> bool:
+        """Send the process its end of a connection; return whether it has it."""
+        with self._lock:
             if self.ended or not self._takes_more():
-                ours.close()
-                return None
+                return False
             number = self._new_call(queue.SimpleQueue(), owner)
-            try:
-                send_header(self._connection, {"id": number, "call": "http"})
-                send_fds(self._connection, [theirs.fileno()])
-            except OSError:  # it has ended; `read` finds that too, and answers those who wait
+        try:
+            send_header(self._connection, {"id": number, "call": "http"})
+            send_fds(self._connection, [theirs.fileno()])
+        except OSError:  # it has ended; `read` finds that too, and answers those who wait
+            with self._lock:
                 self.ended = True
                 self._shut_down()
-                ours.close()
-                return None
-        return ours
+            return False
+        return True
+
+    def _is_open(self) -> bool:
+        """Return whether the process reads: else a send waits; two messages fit where one may."""
+        with self._lock:
+            return not self.ended and self._takes_more()
 
     def _takes_more(self) -> bool:
         poll = select.poll()
@@ -111,6 +135,11 @@ class Running:
         """True if no call is under way."""
         with self._lock:
             return not self._waiting
+
+    @property
+    def own_pid(self) -> int | None:
+        """Process id of a process that is one function's alone, as this one; else None."""
+        return self.pid
 
     @property
     def ended_by_others(self) -> bool:
@@ -167,9 +196,12 @@ class Running:
             self.ended, waiting = True, list(self._waiting.values())
             self._waiting.clear()
             self._owners.clear()
+            self._shut_down()  # a send under way ends
+        with self._sending, self._lock:
             self._connection.close()
         for answers in waiting:
             answers.put(died)
+        self.on_end()
 
     def close(self) -> None:
         """Let both sides read the connection's end."""

@@ -54,7 +54,7 @@ class Functions:
         self._threads[-1].start()
         send_header(ours, order | {"manifest": self.arena.manifest.fields()})
         send_fds(ours, self._fds)
-        return ours, len(self.extra_bytes), expect(ours, "ready")
+        return ours, len(self.extra_bytes), expect(ours, "ready", 0)
 
     def _live(self, connection) -> None:
         with connection:

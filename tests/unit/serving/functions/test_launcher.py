@@ -1,12 +1,15 @@
 """Launches of an agent's processes, with a zygote and a backbone that only record them."""
 
 import os
+import signal
 import socket
+import subprocess
 from types import SimpleNamespace
 
 import pytest
 
 from lora_jax.memory.wire import receive_header, send_header
+from serving.functions import processes
 from serving.functions.launcher import Launcher, LaunchSettings
 from serving.functions.processes import Ends
 
@@ -119,3 +122,38 @@ def test_a_process_that_ends_before_it_is_ready_is_told_with_its_bound():
         launcher = launcher_of(fork, lambda *_: None, memory_bytes=limit)
         with pytest.raises(ConnectionError, match=rf"ended before it was ready: .*\. ?{words}"):
             launcher.launch({"name": "f", "adapter": None}, programs={"writes": False})
+
+
+def test_a_start_that_is_stopped_is_killed_and_named(monkeypatch, caplog):
+    """Others start meanwhile: nothing is held while the agent waits for it."""
+    monkeypatch.setattr(processes, "_LOOK_S", 0.01)
+    stuck = subprocess.Popen(["sleep", "600"])
+    stuck.send_signal(signal.SIGSTOP)
+    ends = []
+
+    def fork(facts):
+        ours, theirs = socket.socketpair()
+        ends.append(theirs)
+        return ours, stuck.pid
+
+    launcher = launcher_of(fork, lambda connection, order: None)
+    with pytest.raises(ConnectionError, match=rf"start of 'f' .*{stuck.pid} is stopped \(SIGSTOP"):
+        launcher.launch({"name": "f", "adapter": None})
+    assert stuck.wait(60) == -signal.SIGKILL
+    assert "The start of 'f' is given up" in caplog.text
+    (theirs,) = ends
+    with theirs:
+        assert theirs.recv(1) == b""
+
+
+def test_a_start_that_reads_nothing_is_killed_and_named():
+    process = subprocess.Popen(["sleep", "600"])
+    ours, theirs = socket.socketpair()
+
+    def send(connection, order):
+        raise BlockingIOError
+
+    launcher = launcher_of(lambda facts: (ours, process.pid), send)
+    with theirs, pytest.raises(ConnectionError, match=rf"{process.pid} has read nothing for 60 s"):
+        launcher.launch({"name": "f", "adapter": None})
+    assert process.wait(60) == -signal.SIGKILL

@@ -1,6 +1,7 @@
 """Processes of an agent: reasons of those that do not get ready; forks are in test_agent.py."""
 
 import errno
+import itertools
 import os
 import signal
 import socket
@@ -9,10 +10,11 @@ import threading
 from types import SimpleNamespace
 
 import pytest
+from support.waiting import wait_until
 
 from lora_jax.memory.wire import receive_fds, receive_header, send_header
 from serving.functions import processes
-from serving.functions.processes import Ends, Zygote, expect
+from serving.functions.processes import Ends, Stuck, Zygote, await_message, expect, is_stuck
 
 
 def test_a_process_that_is_not_ready_says_why_or_has_ended():
@@ -22,13 +24,13 @@ def test_a_process_that_is_not_ready_says_why_or_has_ended():
             send_header(theirs, {"ready": True, "start_s": 1})
             send_header(theirs, {"error": "no such adapter"})
             send_header(theirs, {"error": "no device memory", "retryable": True})
-        assert expect(ours, "ready")["start_s"] == 1
+        assert expect(ours, "ready", 0)["start_s"] == 1
         with pytest.raises(ValueError, match="no such adapter"):
-            expect(ours, "ready")
+            expect(ours, "ready", 0)
         with pytest.raises(ConnectionError, match="no device memory"):
-            expect(ours, "ready")
+            expect(ours, "ready", 0)
         with pytest.raises(ConnectionError, match="ended before it was ready"):
-            expect(ours, "ready")
+            expect(ours, "ready", 0)
 
 
 def test_processes_inherit_settings_and_no_secrets():
@@ -163,3 +165,108 @@ def test_a_process_that_cannot_be_spawned_leaves_no_connection(monkeypatch):
     monkeypatch.setattr(processes.subprocess, "Popen", refuse)
     with pytest.raises(OSError, match="no memory"):
         processes.spawn("a.module")  # an open socket would be a warning, and so an error
+
+
+def stopped() -> subprocess.Popen:
+    """Return a process that is stopped, as by SIGSTOP."""
+    process = subprocess.Popen(["sleep", "600"])
+    process.send_signal(signal.SIGSTOP)
+    wait_until(lambda: processes._is_stopped(process.pid))
+    return process
+
+
+def test_a_process_that_stays_stopped_or_silent_is_not_waited_for(monkeypatch):
+    monkeypatch.setattr(processes, "_LOOK_S", 0.01)
+    ours, theirs = socket.socketpair()
+    with ours, theirs, stopped() as process:
+        with pytest.raises(Stuck, match=rf"process {process.pid} is stopped \(SIGSTOP\)"):
+            await_message(ours, process.pid)
+        process.send_signal(signal.SIGCONT)
+        wait_until(lambda: not processes._is_stopped(process.pid))
+        with pytest.raises(Stuck, match=rf"process {process.pid} has said nothing for 0.05 s"):
+            expect(ours, "ready", process.pid, 0.05)
+        send_header(theirs, {"ready": True})
+        process.kill()
+        process.wait()
+        assert expect(ours, "ready", process.pid) == {"ready": True}
+        theirs.sendall(bytes(4))
+        ours.settimeout(0.05)
+        with pytest.raises(Stuck, match="only a part"):
+            expect(ours, "ready", process.pid)
+
+
+def test_one_that_is_stopped_for_a_moment_is_waited_for(monkeypatch):
+    """As by Ctrl-Z on a terminal, which stops the agent too."""
+    states = itertools.cycle([True] * (processes._STOPPED_LOOKS - 1) + [False])
+    looks = []
+    ours, theirs = socket.socketpair()
+
+    def is_stopped(pid):
+        looks.append(pid)
+        if len(looks) == 3 * processes._STOPPED_LOOKS:
+            theirs.send(b"x")
+        return next(states)
+
+    monkeypatch.setattr(processes, "_LOOK_S", 0.001)
+    monkeypatch.setattr(processes, "_is_stopped", is_stopped)
+    with ours, theirs:
+        await_message(ours, 7)
+    assert looks == [7] * (3 * processes._STOPPED_LOOKS)
+
+
+def test_a_zygote_that_is_stopped_is_killed_named_and_replaced(monkeypatch, caplog):
+    """The first one is a process that reads nothing; its successor forks."""
+    stuck, ends = stopped(), []
+
+    def zygote(control) -> None:
+        receive_header(control)
+        ends.extend(receive_fds(control, 1))
+        send_header(control, {"pid": 7})
+        control.recv(1)
+        control.close()
+
+    def spawn(module):
+        ours, theirs = socket.socketpair()
+        send_header(theirs, {"ready": True})
+        if not ends and stuck.poll() is None:
+            ends.append(theirs.detach())  # which nobody reads
+            return stuck, ours
+        threading.Thread(target=zygote, args=(theirs,), daemon=True).start()
+        return SimpleNamespace(wait=lambda seconds: 0, pid=1), ours
+
+    monkeypatch.setattr(processes, "_LOOK_S", 0.01)
+    monkeypatch.setattr(processes, "spawn", spawn)
+    one = Zygote()
+    one.expect_ready()
+    ours, pid = one.fork({})
+    ours.close()
+    assert pid == 7
+    assert stuck.wait(60) == -signal.SIGKILL
+    assert f"process {stuck.pid} is stopped (SIGSTOP)" in caplog.text
+    one.close()
+    for end in ends:
+        os.close(end)
+
+
+def test_sends_fail_where_nobody_reads(monkeypatch):
+    monkeypatch.setattr(processes, "SEND_S", 0.05)
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        processes.bound_sends(ours)
+        with pytest.raises(BlockingIOError) as raised:
+            ours.sendall(bytes(1 << 22))
+        assert is_stuck(raised.value)
+        assert not is_stuck(ConnectionResetError())
+        assert ours.gettimeout() is None  # reads still wait
+
+
+def test_a_process_that_does_not_leave_is_killed_and_named(monkeypatch, caplog):
+    monkeypatch.setattr(processes, "_LEAVE_S", 0.05)
+    ends, (ours, theirs), process = Ends(), socket.socketpair(), stopped()
+    with ours, theirs:
+        ends.note(ours, process.pid)
+        ends.see_off("law", process.pid, ours)
+        assert process.wait(60) == -signal.SIGKILL
+        wait_until(lambda: f"Process {process.pid} of 'law' has not left" in caplog.text)
+        ends.see_off("law", process.pid, ours)  # it has ended: nothing is said
+        assert caplog.text.count("has not left") == 1

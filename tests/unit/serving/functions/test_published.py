@@ -30,7 +30,7 @@ class Loads:
         thread = threading.Thread(target=self.load, args=(theirs, self.left.pop(0)))
         thread.start()
         self.threads.append(thread)
-        return SimpleNamespace(wait=lambda seconds: thread.join(60)), ours
+        return SimpleNamespace(wait=lambda seconds: thread.join(60), pid=0), ours
 
     def load(self, connection, leaves):
         with connection:
@@ -158,3 +158,30 @@ def test_pages_that_come_after_the_end_are_closed(monkeypatch):
     before = open_files()
     pages.renew()
     assert open_files() <= before
+
+
+def test_a_process_that_reads_nothing_holds_up_no_other_and_keeps_no_old_pages(monkeypatch):
+    pages = loads(monkeypatch, LEAVES, LEAVES)
+    stuck, other = socket.socketpair()
+    stuck.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+    failed = queue.SimpleQueue()
+
+    def send() -> None:
+        try:
+            pages.send(stuck, {"name": "x" * (1 << 20)})
+        except OSError as error:
+            failed.put(error)
+
+    with stuck, other, ThreadPoolExecutor() as pool:
+        sending = pool.submit(send)
+        wait_until(lambda: pages._pages.senders)
+        assert pool.submit(sent, pages).result(60)[0]["name"] == "law"
+        held = open_files()
+        assert stuck in pages.condemn("Bytes have changed.")
+        assert open_files() == held  # the send under way may still pass them on
+        stuck.shutdown(socket.SHUT_RDWR)  # as the agent does with users of old pages
+        sending.result(60)
+        assert isinstance(failed.get(timeout=60), OSError)
+        assert len([name for _, name in held - open_files() if "memfd:pages" in name]) == 1
+        pages.renew()
+    pages.close()

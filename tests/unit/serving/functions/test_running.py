@@ -1,12 +1,15 @@
 """A process of a function that ends: whoever waits is told."""
 
+import queue
 import socket
 import threading
 import time
 
 import pytest
+from support.waiting import wait_until
 
 from lora_jax.memory.wire import receive_fds, receive_header, send_header
+from serving.functions import processes
 from serving.functions.running import LACKED, Running
 
 
@@ -125,3 +128,29 @@ def test_only_a_process_without_calls_is_ended():
         assert running.end_if_idle()
         assert not running.ended_by_others
         reading.join(60)
+
+
+def test_a_process_that_reads_nothing_holds_up_its_caller_alone(monkeypatch, caplog):
+    """What plans room for other functions asks whether it is idle, and ends it."""
+    running, theirs = pair()
+    monkeypatch.setattr(processes, "SEND_S", 1.0)
+    processes.bound_sends(running._connection)
+    ended = []
+    running.on_end = lambda: ended.append(True)
+    answers = queue.SimpleQueue()
+    sending = threading.Thread(target=lambda: answers.put(running.send({"call": "x" * (1 << 22)})))
+    sending.start()
+    wait_until(lambda: not running.is_idle)
+    assert not running.is_idle
+    assert not running.end_if_idle()
+    assert running.connect() is None
+    assert not running.has_calls("law")
+    reading = threading.Thread(target=running.read)
+    reading.start()
+    with theirs:
+        waiting = answers.get(timeout=60)  # sends of this process are bounded
+        reading.join(60)
+    assert waiting.get(timeout=60) == {"error": "FunctionDied"}
+    assert "does not read its calls" in caplog.text
+    assert ended == [True]
+    sending.join(60)
