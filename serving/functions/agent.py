@@ -30,6 +30,7 @@ from serving.functions.program_maker import ProgramMaker
 from serving.functions.published import Published
 from serving.functions.room import Room
 from serving.functions.running import Running
+from serving.functions.seen_memory import SeenMemory
 from serving.functions.shared_adapters import check_processes, shared_on
 from serving.functions.tenants import DEFAULTS, Tenant, Tenants
 from serving.functions.turns.keeper import TurnKeeper
@@ -110,7 +111,6 @@ class Agent:
         most = DEFAULTS["max_tenants"] if max_tenants is None else max_tenants
         if isolation != "process":
             self._fields = {**self._fields, "max_loras": most}
-        self._room = Room(memory_bytes)
         self._functions: dict[str, Function] = {}
         self._folders: dict[str, str | None] = {}  # of the functions' adapters, as given
         self._read: dict[str, str | None] = {}  # where they led when the last processes started
@@ -122,6 +122,8 @@ class Agent:
         self._published: Published | None = None
         self.turns: TurnKeeper | None = None
         self._zygote = Zygote()
+        self._seen = SeenMemory(self._zygote)
+        self._room = Room(memory_bytes, self._seen.least_of)
         settings = LaunchSettings(
             model=self.model,
             fields=self._fields,
@@ -145,6 +147,7 @@ class Agent:
     def _load(self, settings: LaunchSettings, dtype: str | None, verify_s: float | None) -> None:
         """Load the backbone beside the zygote's start, and make what starts processes over both."""
         self._published = Published(self.model, dtype)
+        self._seen.shared_bytes = self._published.num_bytes
         on_device, isolation = self._published.device != "cpu", settings.isolation
         shared = None
         if isolation == "server":
@@ -305,8 +308,11 @@ class Agent:
             function = self._functions.get(name)
             if self._guard is not None and function is not None and function.starts:  # one ended
                 self._guard.look()
+            begun = time.monotonic()
             running = self._process(name, folder)
-            self._room.ready(name, running.about["private_bytes"], running.about["start_s"])
+            start_s = min(time.monotonic() - begun, running.about["start_s"])
+            self._grown(name, running.own_pid, running.about["private_bytes"])
+            self._room.ready(name, start_s)
         except BaseException:
             self._room.failed(name)
             raise
@@ -318,10 +324,16 @@ class Agent:
             return self._tenants.start(name, folder)
         compiles = not jail.stops_compiling(self._backbone.device)
         order = {"name": name, "adapter": folder}
-        running = Running(*self._maker.start(order, self._fields, compiles=compiles))
+        launched = self._maker.start(order, self._fields, compiles=compiles)
+        running = Running(*launched)
+        running.on_end = functools.partial(self._ends.see_off, name, running.pid, launched[0])
         running.on_lack = functools.partial(self._maker.lacked, folder)
-        running.on_grown = functools.partial(self._room.grown, name)
+        running.on_grown = functools.partial(self._grown, name, running.pid)
         return running
+
+    def _grown(self, name: str, pid: int | None, said: Any) -> None:
+        """A function's process says what it holds, which counts as far as it can be."""
+        self._room.grown(name, self._seen.bytes_of(pid, said))
 
     def _end(self, connection: socket.socket) -> None:
         """Close a process' connection; return when its memory is free."""

@@ -1,11 +1,12 @@
 """Memory of functions' processes under one limit (ServerlessLoRA, Eq. 1, 2, 7 and 8). No jax.
 
 A process says what memory it alone holds when it is ready, and some seconds later, when it has
-read all of its programs. A function that has had none yet is taken for the largest that was seen.
+read all of its programs; the agent bounds that by what it can see, and looks again before it makes
+room. A function that has had none yet is taken for the largest that was seen.
 """
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from serving.functions.handle import DeviceFull, Function
 from serving.functions.policies import preload
@@ -18,8 +19,13 @@ _PLANS = 4  # functions that were to leave may be called meanwhile
 class Room:
     """Makes room for a process by ending idle ones of little value; any thread may call."""
 
-    def __init__(self, limit_bytes: int | None):
-        self._limit = limit_bytes
+    def __init__(
+        self,
+        limit_bytes: int | None,
+        seen_bytes: Callable[[Function], int] = lambda function: 0,
+    ):
+        """`seen_bytes` returns the least that a function's process holds, by what can be seen."""
+        self._limit, self._seen_bytes = limit_bytes, seen_bytes
         self._lock = threading.Lock()
         self._bytes: dict[str, int] = {}  # the most that a process of each function held
         self._start_s: dict[str, float] = {}
@@ -31,9 +37,8 @@ class Room:
         """Bytes that all processes may have together; None: any."""
         return self._limit
 
-    def ready(self, name: str, num_bytes: int, start_s: float) -> None:
-        """A process of the function is ready: it holds so many bytes, and took so long."""
-        self.grown(name, num_bytes)
+    def ready(self, name: str, start_s: float) -> None:
+        """A process of the function is ready, and took so long."""
         with self._lock:
             self._start_s[name] = start_s
 
@@ -80,6 +85,8 @@ class Room:
         """Return when a process of the function has room. Raises DeviceFull."""
         if self._limit is None:
             return
+        for function in functions.values():  # one may hold more than it has said
+            self.grown(function.name, self._seen_bytes(function))
         with self._lock:
             for _ in range(_PLANS):
                 need = self._held(name) - self._limit
@@ -109,7 +116,7 @@ class Room:
 
     def _resident(self, function: Function) -> Resident:
         running = function.running
-        start_s = 0.0 if running is None else running.about.get("start_s", 0.0)
+        start_s = 0.0 if running is None else self._start_s.get(function.name, 0.0)
         value = start_s * function.arrivals.rate()
         in_use = running is None or not running.is_idle
         return Resident(function.name, max(1, self._held(function.name)), value, in_use)

@@ -230,6 +230,11 @@ class Tenant:
         return not self.engine.has_calls(self.name)
 
     @property
+    def own_pid(self) -> int | None:
+        """Process id of a process that is this function's alone; None: it is several functions'."""
+        return None if self._connection is None else self.pid
+
+    @property
     def ended_by_others(self) -> bool:
         """True if it ended with the engine or the holder, and calls had been answered: not by this
         adapter alone.

@@ -26,6 +26,7 @@ def bare(**parts) -> Agent:
     agent = Agent.__new__(Agent)
     empty = {"_functions": {}, "_folders": {}, "_read": {}, "_ends": Ends()}
     empty["_naming"] = threading.Lock()
+    empty["_seen"] = SimpleNamespace(bytes_of=lambda pid, said: said)
     vars(agent).update(empty | {"_tenants": None, "_closing": threading.Event()} | parts)
     return agent
 
@@ -166,7 +167,7 @@ def test_devices_that_do_not_serve_isolation_server_are_refused_before_a_functio
 ):
     closed = []
     zygote = SimpleNamespace(kill=lambda: None, close=lambda: None)
-    published = SimpleNamespace(device=device, close=lambda: closed.append("backbone"))
+    published = SimpleNamespace(device=device, num_bytes=0, close=lambda: closed.append("backbone"))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", gpus)
     monkeypatch.setattr(agent_module, "Zygote", lambda: zygote)
     monkeypatch.setattr(agent_module, "Published", lambda *given: published)
@@ -284,7 +285,7 @@ def test_the_keeper_of_functions_ends_with_its_agent():
 
 def test_the_backbone_is_hashed_when_a_process_has_ended_and_not_at_a_first_start():
     looks = []
-    running = SimpleNamespace(about={"private_bytes": 1, "start_s": 1.0})
+    running = SimpleNamespace(about={"private_bytes": 1, "start_s": 1.0}, own_pid=5)
     parts = {"_guard": SimpleNamespace(look=lambda: looks.append(1)), "_room": Room(None)}
     agent = bare(**parts, _tenants=SimpleNamespace(start=lambda name, folder: running))
     function = SimpleNamespace(starts=0)
@@ -310,8 +311,13 @@ def test_a_function_starts_in_room_that_is_made_for_it_and_says_what_it_has_come
     maker = SimpleNamespace(start=start, lacked=noted.append)
     parts = {"_maker": maker, "_published": SimpleNamespace(device="cpu"), "_room": room}
     with ours, theirs:
+        parts["_seen"] = SimpleNamespace(bytes_of=lambda pid, said: (pid, said))
         bare(_fields={}, _guard=None, **parts)._start("law", "l").on_grown(9)
-    assert noted == [("make", "law"), "start", ("ready", "law", 5, 1.0), ("grown", "law", 9)]
+    assert noted[:3] == [("make", "law"), "start", ("grown", "law", (1, 5))]
+    what, name, start_s = noted[3]
+    assert (what, name) == ("ready", "law")
+    assert start_s < 1  # it was ready sooner than it says
+    assert noted[4:] == [("grown", "law", (1, 9))]
 
 
 def test_what_an_agent_started_ends_with_it():

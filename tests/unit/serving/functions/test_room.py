@@ -30,7 +30,8 @@ class Held:
 def room_of(limit, *functions):
     room = Room(limit)
     for function in functions:
-        room.ready(function.name, 10, 1.0)
+        room.grown(function.name, 10)
+        room.ready(function.name, 1.0)
     return room, {function.name: function for function in functions}
 
 
@@ -54,7 +55,7 @@ def test_what_a_process_has_grown_to_counts_for_the_next_one_too():
     one = Held("one")
     room, functions = room_of(25, one)
     room.grown("one", 16)
-    room.ready("one", 11, 1.0)
+    room.grown("one", 11)
     room.make("new", functions)
     assert one.state == "off"  # 16 and 16 are too much
 
@@ -95,7 +96,7 @@ def test_ahead_of_calls_the_best_are_started_in_what_nobody_uses():
     busy, idle = Held("busy", busy=True, calls=4), Held("idle", calls=1)
     often, slow = Held("often", state="off", calls=4), Held("slow", state="off", calls=4)
     room, functions = room_of(25, busy, idle, often, slow)
-    room.ready("slow", 10, 5.0)
+    room.ready("slow", 5.0)
     assert room.worth_starting(functions, 5.0) == ["slow"]
     assert room.worth_starting(functions, 1000.0) == []
     busy.running.is_idle = True  # and expected itself: it keeps its room
@@ -122,3 +123,15 @@ def test_a_call_without_room_fails_and_the_next_one_tries_again():
         function.warm()
     assert len(tries) == 2
     function.close()
+
+
+def test_what_others_hold_by_now_is_seen_before_room_is_made():
+    """A process may have taken more than it has ever said."""
+    one = Held("one", busy=True)
+    room = Room(25, lambda function: 20)
+    room.grown("one", 10)
+    with pytest.raises(DeviceFull):
+        room.make("new", {"one": one})
+    room = Room(25, lambda function: 5)
+    room.grown("one", 10)
+    room.make("new", {"one": one})
