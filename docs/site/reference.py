@@ -83,22 +83,49 @@ def _sentence(details: dict[str, Any]) -> str:
 
 
 def metrics() -> str:
-    """Return a table of the metrics of an engine, an HTTP server and a LoRA Server."""
-    from serving.engine.metrics.metrics import EngineMetrics
-    from serving.http.access.observe import HttpMetrics
-    from serving.lora_server.lease_metrics import LeaseMetrics
-
-    engine = EngineMetrics("MODEL", 1024, {"block_size": "16"}, 1)
+    """Return a table of the metrics of every process that has some, with every feature on."""
     rows = []
-    for registry in (engine.registry, HttpMetrics().registry, LeaseMetrics().registry):
+    for registry in _registries():
         for family in registry.collect():
             suffix = "_total" if family.type == "counter" else ""
-            collector = _collectors(registry).get(family.name)
+            collector = _collectors(registry).get(family.name, family)
             labels = {k for s in family.samples for k in s.labels} - {"le"}
             labels = sorted(labels or getattr(collector, "_labelnames", ()))
             shown = ", ".join(f"`{name}`" for name in labels)
             rows.append((f"`{family.name}{suffix}`", family.type, shown, family.documentation))
     return _table(("metric", "type", "labels", "meaning"), sorted(rows))
+
+
+def _registries() -> Iterable[CollectorRegistry]:
+    from serving.cluster.function_metrics import FunctionMetrics
+    from serving.http.access.observe import HttpMetrics
+    from serving.lora_server.lease_metrics import LeaseMetrics
+
+    yield _engine_registry()
+    for metrics in (HttpMetrics(), LeaseMetrics(), FunctionMetrics()):
+        yield metrics.registry
+
+
+def _engine_registry() -> CollectorRegistry:
+    """Return the registry of an engine that speculates, merges, has a tower and a rollout."""
+    from serving.engine.metrics.draft_metrics import DraftCollector
+    from serving.engine.metrics.metrics import EngineMetrics
+    from serving.engine.metrics.version_metrics import ShareCollector
+    from serving.engine.parts.image_parts import TowerCollector
+    from serving.engine.parts.merging import MergeCollector
+    from serving.scheduling.speculation import DraftStats
+
+    engine = EngineMetrics("MODEL", 1024, {"block_size": "16"}, 1)
+    merged: Any = SimpleNamespace(steps={}, num_switches=0, merged=None)
+    stopwatch: Any = SimpleNamespace(count=0, seconds=0.0)
+    for collector in (
+        DraftCollector(engine.labels, DraftStats),
+        MergeCollector(merged),
+        TowerCollector(stopwatch),
+        ShareCollector(dict),
+    ):
+        engine.registry.register(collector)
+    return engine.registry
 
 
 def _collectors(registry: Any) -> dict[str, Any]:

@@ -15,38 +15,38 @@ class FunctionMetrics:
     """Counters of a front; a function's own counters begin anew with each of its processes."""
 
     def __init__(self) -> None:
-        self._registry = CollectorRegistry()
+        self.registry = CollectorRegistry()
         self._state = Gauge(
             "lora_jax:function_state",
             "1 for the state that the function is in.",
             ("function", "state"),
-            registry=self._registry,
+            registry=self.registry,
         )
         self._bytes = Gauge(
             "lora_jax:function_private_bytes",
             "Memory of the function's process alone when it was ready.",
             ("function",),
-            registry=self._registry,
+            registry=self.registry,
         )
         self._requests = Counter(
             "lora_jax:function_requests",
             "Requests that were answered, by class of status.",
             ("function", "status"),
-            registry=self._registry,
+            registry=self.registry,
         )
         self._start_seconds = Histogram(
             "lora_jax:function_start_seconds",
             "Seconds that requests waited for a function's process: its cold starts.",
             ("function",),
             buckets=_START_BUCKETS,
-            registry=self._registry,
+            registry=self.registry,
         )
         self._head_seconds = Histogram(
             "lora_jax:function_head_seconds",
             "Seconds to the head of the answer, with the wait for a process.",
             ("function",),
             buckets=_HEAD_BUCKETS,
-            registry=self._registry,
+            registry=self.registry,
         )
 
     def started(self, name: str, seconds: float) -> None:
@@ -69,4 +69,4 @@ class FunctionMetrics:
                 self._state.labels(name, state).set(state == now)
             about = {} if running is None else running.about
             self._bytes.labels(name).set(about.get("private_bytes", 0))
-        return generate_latest(self._registry).decode()
+        return generate_latest(self.registry).decode()

@@ -163,9 +163,9 @@ def _own_gauges(stats: EngineStats) -> Iterable[Metric]:
             "Rows of the encoder cache in use, one per token of an image.",
             stats.image_stats.rows_used,
         ),
-        ("encoder_rows_total", "Room for them.", stats.image_stats.rows_total),
+        ("encoder_rows_total", "Rows of the encoder cache.", stats.image_stats.rows_total),
         ("kv_host_pages_used", "KV pages in host memory.", stats.host_pages.used),
-        ("kv_host_pages_total", "Room for them.", stats.host_pages.total),
+        ("kv_host_pages_total", "KV pages that host memory has room for.", stats.host_pages.total),
         ("adapters_loaded", "Names of adapters in host memory.", stats.adapters_loaded),
         (
             "adapter_device_bytes",

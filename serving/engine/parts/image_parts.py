@@ -144,7 +144,10 @@ class TowerCollector:
         """Yield the families."""
         counts = {
             "lora_jax:tower_images": ("Images that the tower has computed.", self._stopwatch.count),
-            "lora_jax:tower_seconds": ("The tower's time on the device.", self._stopwatch.seconds),
+            "lora_jax:tower_seconds": (
+                "The tower's seconds on the device.",
+                self._stopwatch.seconds,
+            ),
         }
         for name, (text, value) in counts.items():
             family = CounterMetricFamily(name, text)

@@ -96,7 +96,7 @@ class MergeCollector:
     def collect(self) -> Iterable[Metric]:
         """Yield the families."""
         steps = CounterMetricFamily(
-            "lora_jax:merge_steps", "Steps by the weights they took.", labels=["mode"]
+            "lora_jax:merge_steps", "Steps by mode: plain, merged or mixture.", labels=["mode"]
         )
         for mode, count in self._merged.steps.items():
             steps.add_metric([mode], count)

@@ -49,10 +49,25 @@ def test_routes_and_metrics_have_a_meaning(reference):
 
 
 def test_metrics_that_pages_name_exist(reference):
-    known, text = reference.metrics(), (ROOT / "docs/how-to/read-the-metrics.md").read_text()
-    named = set(re.findall(r"`((?:vllm|lora_jax):\w+)`", text))
-    assert named
+    pages = [ROOT / "deploy/README.md", *(ROOT / "docs").rglob("*.md")]
+    text = "".join(page.read_text() for page in pages)
+    # A metric with its labels too, and not the first words of several.
+    named = set(re.findall(r"`((?:vllm|lora_jax):\w*[a-z])(?:\{\w+\})?`", text))
+    assert len(named) > 40
+    known = reference.metrics()
     assert not [name for name in named if f"`{name}`" not in known]
+
+
+def test_metrics_that_the_code_names_are_in_the_table(reference):
+    files = (ROOT / "serving").rglob("*.py")
+    named = {
+        name
+        for file in files
+        for name in re.findall(r'"((?:vllm|lora_jax):\w*[a-z])"', file.read_text())
+    }
+    assert len(named) > 40
+    known = reference.metrics()
+    assert not [name for name in named if not re.search(rf"`{name}(_total)?`", known)]
 
 
 def test_names_that_the_page_for_programs_of_vllm_has_exist():
