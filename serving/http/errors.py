@@ -190,10 +190,22 @@ async def _handle(request: Request, error: Exception) -> JSONResponse:
     return from_exception(error).response()
 
 
+async def _wrong_method(request: Request, error: Exception) -> JSONResponse:
+    """Answer 405 with all methods of the path; the framework names those of its first route."""
+    if not isinstance(error, HTTPException):
+        raise error
+    path = getattr(request.scope.get("route"), "path", None)
+    methods = sorted(map(str.upper, request.app.openapi()["paths"].get(path, ())))
+    allowed = ", ".join(methods) or (error.headers or {}).get("Allow", "")
+    shown = f"Method Not Allowed: this path takes {allowed}."
+    return ApiError(405, shown, headers={"Allow": allowed}).response()
+
+
 def install(app: FastAPI) -> None:
     """Make the app answer every expected exception with our body."""
     for kind in (ApiError, HTTPException, RequestValidationError, ValidationError, QueueFull):
         app.add_exception_handler(kind, _handle)
+    app.add_exception_handler(405, _wrong_method)
     for kind in (AdapterNotFound, EngineDead, NotImplementedError, ValueError):
         app.add_exception_handler(kind, _handle)
 

@@ -34,7 +34,8 @@ async def read_body[Body: BaseModel](request: Request, kind: type[Body]) -> Body
     """
     content_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if content_type != "application/json":
-        raise ApiError(400, "Unsupported Media Type: Only 'application/json' is allowed")
+        shown = "Unsupported Media Type: Only 'application/json' is allowed; send the header "
+        raise ApiError(400, f"{shown}Content-Type: application/json.")
     coding = request.headers.get("content-encoding", "identity").strip().lower()
     if coding != "identity":
         shown = f"The body is {coding[:32]!r} encoded; send it without Content-Encoding."

@@ -115,6 +115,16 @@ def test_unknown_routes_and_methods_have_the_same_body(client):
         assert (error["code"], error["type"]) == (status, kind)
 
 
+@pytest.mark.parametrize(
+    ("path", "methods"),
+    [("/v1/completions", "POST"), ("/v1/loras", "GET, POST"), ("/v1/loras/a", "DELETE")],
+)
+def test_a_wrong_method_is_told_those_of_the_path(client, path, methods):
+    answer = client.request("PATCH", path)
+    assert answer.json()["error"]["message"].endswith(f": this path takes {methods}.")
+    assert answer.headers["allow"] == methods
+
+
 def test_a_field_that_the_engine_checks_is_named():
     error = from_exception(ValueError("stop_token_ids token id must be in [0, 9], got 10."))
     assert (error.status, error.param) == (400, "stop_token_ids")

@@ -47,7 +47,8 @@ def test_wrong_content_type_is_400(client, content_type):
     headers = {"Content-Type": content_type} if content_type else {}
     answer = client.post("/v1/completions", content=b'{"prompt": "x"}', headers=headers)
     assert answer.status_code == 400
-    assert "application/json" in answer.json()["error"]["message"]
+    told = answer.json()["error"]["message"]
+    assert told.endswith("send the header Content-Type: application/json.")
     good(client)
 
 
