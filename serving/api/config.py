@@ -1,10 +1,10 @@
 """Engine configuration, checked once, with vLLM's names. No jax."""
 
 import dataclasses
-from pathlib import Path
 
 from lora_jax.adapters.task_head import MAX_LABELS
 from lora_jax.adapters.vocabulary import MOST_TOKENS
+from lora_jax.hub_folder import folder_name
 from serving.api.generation_config import FROM_MODEL, check_fields
 from serving.api.sampling import MAX_LOGPROBS
 from serving.api.speculative_config import SpeculativeConfig
@@ -177,7 +177,7 @@ class EngineConfig:
     @property
     def model_name(self) -> str:
         """The name under which the base model answers."""
-        return self.served_model_name or Path(self.model).resolve().name
+        return self.served_model_name or folder_name(self.model)
 
     @property
     def max_images(self) -> int:

@@ -5,8 +5,9 @@ import dataclasses
 import json
 import re
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
+
+from lora_jax.hub_folder import folder_name
 
 
 @dataclasses.dataclass(frozen=True)
@@ -132,7 +133,7 @@ def lora_module(text: str) -> LoraModuleFlag:
         return _lora_module_of_json(text)
     name, equals, path = text.partition("=")
     if not equals:
-        name, path = Path(text).resolve().name, text
+        name, path = folder_name(text), text
     if not name or not path:
         raise ValueError(f"--lora-modules takes NAME=PATH, not {text!r}.")
     return LoraModuleFlag(name, path)

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from lora_jax import strict_json
+from lora_jax import hub_folder, strict_json
 from lora_jax.adapters.reader import CONFIG_FILES
 from lora_jax.config import quantization_section
 from serving.api.generation_config import FILE, FROM_MODEL, NONE
@@ -34,8 +34,7 @@ def check_paths(options: Options) -> None:
     if options.functions.functions is not None:
         _folder_of_adapters("--functions", options.functions.functions)
     for module in options.adapters:
-        hint = "give NAME=FOLDER with a folder of this machine, nothing is downloaded"
-        _folder(f"--lora-modules {module.name}", module.path, CONFIG_FILES, hint)
+        _adapter(f"--lora-modules {module.name}", module.path)
     if engine.generation_config not in (FROM_MODEL, NONE):
         _folder("--generation-config", engine.generation_config, (FILE,))
     if engine.chat_template is not None and inline_template(engine.chat_template) is None:
@@ -57,6 +56,18 @@ def _model(given: str) -> None:
             f"as --lora-modules NAME={given}"
         )
     _folder("the model", given, ("config.json",))
+
+
+def _adapter(what: str, given: str) -> None:
+    """Check the folder of an adapter, and that it is no model's."""
+    path = Path(given).absolute()
+    if (path / "config.json").is_file() and not _is_adapter(path):
+        raise ValueError(
+            f"{what}: {path} is a model; give the folder of an adapter, which has "
+            f"{' or '.join(CONFIG_FILES)}"
+        )
+    wanted = "give NAME=FOLDER with a folder of this machine, nothing is downloaded"
+    _folder(what, given, CONFIG_FILES, wanted)
 
 
 def _quantization(model: str, wanted: str) -> None:
@@ -85,15 +96,15 @@ def _folder(
     what: str,
     given: str,
     holding: tuple[str, ...] = (),
-    hint: str = "give a folder of this machine, nothing is downloaded",
+    wanted: str = "give a folder of this machine, nothing is downloaded",
 ) -> None:
     """Check a folder, and that it holds one of the files if any are named."""
     path = Path(given).absolute()
     if not path.is_dir():
         kind = "is a file" if path.exists() else "does not exist"
-        raise ValueError(f"{what}: {path} {kind}; {hint}")
+        raise ValueError(f"{what}: {path} {kind}; {wanted}{hub_folder.hint(given)}")
     if holding and not any((path / name).is_file() for name in holding):
-        raise ValueError(f"{what}: {path} has no {' or '.join(holding)}")
+        raise ValueError(f"{what}: {path} has no {' or '.join(holding)}{hub_folder.hint(given)}")
 
 
 def _folder_of_adapters(what: str, given: str) -> None:

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 
 from lora_jax.adapters import reader
 from lora_jax.adapters.weights import AdapterWeights
+from lora_jax.hub_folder import folder_name
 from lora_jax.memory.wire import ShareError, receive_header, send_header
 from serving.functions.messages import error_fields
 from serving.lora_server.rank import RankSizes, ServerRank
@@ -61,7 +62,7 @@ class Adapters:
         Raises ValueError for one that cannot be served so.
         """
         config = self._layout.config
-        names = (self._model.resolve().name, *([config.original] if config.original else []))
+        names = (folder_name(self._model), *([config.original] if config.original else []))
         catalogue, options = self._layout.catalogue, {"base_names": names, "limits": self._limits}
         weights = reader.read(Path(folder), catalogue, **options)
         if not isinstance(weights, AdapterWeights) or weights.report.head is not None:

@@ -7,6 +7,7 @@ import numpy as np
 
 from lora_jax.adapters import reader
 from lora_jax.adapters.weights import AdapterReport, AdapterWeights, SiteWeights
+from lora_jax.hub_folder import folder_name
 from lora_jax.models import model_class
 from lora_jax.models.loader import read_config
 from serving.lora_server.tenant_layout import TenantLayout
@@ -33,7 +34,7 @@ def open_tenant(
     catalogue = model_class(config.model_type).catalogue(config)
     layout = TenantLayout(catalogue)
     limits = reader.AdapterReadLimits(max_rank=max_rank)
-    names = (Path(model).resolve().name, *([config.original] if config.original else []))
+    names = (folder_name(model), *([config.original] if config.original else []))
     weights = reader.read(Path(folder), catalogue, base_names=names, limits=limits)
     if not isinstance(weights, AdapterWeights) or weights.report.head is not None:
         raise ValueError(

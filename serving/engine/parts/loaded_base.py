@@ -6,7 +6,6 @@ import os
 import time
 from collections.abc import Mapping
 from contextlib import ExitStack
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +14,7 @@ from flax import nnx
 from lora_jax.adapters.catalogue import LoraCatalogue
 from lora_jax.adapters.local_widths import LocalWidths
 from lora_jax.config import ModelConfig
+from lora_jax.hub_folder import folder_name
 from lora_jax.models.weight_sizes import WeightSizes, weight_sizes
 from lora_jax.nn.decoder import AbstractCausalLM
 from lora_jax.nn.output_norms import OutputNorms
@@ -145,7 +145,7 @@ def load_model(
     dtype = jax.tree.leaves(nnx.state(model.embed))[0].dtype
     logger.info(
         "Model %s: %s, %.1f M parameters, %.1f MB, %s, loaded in %.1f s.",
-        Path(config.model).name,
+        folder_name(config.model),
         model_config.model_type,
         sizes.parameters / 1e6,
         sizes.num_bytes / 1e6,

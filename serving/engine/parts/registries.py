@@ -5,7 +5,6 @@ import logging
 import os
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from pathlib import Path
 from typing import Any, Protocol
 
 from lora_jax.adapters.catalogue import LoraCatalogue
@@ -13,6 +12,7 @@ from lora_jax.adapters.entries import AdapterEntry, EvictedAdapter, RegistryLimi
 from lora_jax.adapters.registry import AdapterRegistry
 from lora_jax.adapters.weights import AnyWeights
 from lora_jax.config import ModelConfig
+from lora_jax.hub_folder import folder_name
 from serving.api.config import EngineConfig
 from serving.api.load_format import WeightSource
 from serving.engine.parts.early_checks import limits_of
@@ -56,14 +56,14 @@ def make_registry(
     `on_read` is told how many seconds each read from the disk took; `fitted` may refuse weights.
     """
 
-    folder_name, original = Path(config.model).resolve().name, base.config.original
+    base_name, original = folder_name(config.model), base.config.original
     read_files = base.source.read_adapter  # not `base`: its model goes with the engine's end
 
     def read(*given: Any, **more: Any) -> AnyWeights:
         begun = time.perf_counter()
         # Adapters name the base as its folder, whatever name it is served under, or the model
         # that a quantised folder was made of.
-        named = (folder_name,) if original is None else (folder_name, original)
+        named = (base_name,) if original is None else (base_name, original)
         more["base_names"] = (*more.get("base_names", ()), *named)
         weights = read_files(*given, **more)
         on_read(time.perf_counter() - begun)

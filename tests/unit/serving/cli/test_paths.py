@@ -40,6 +40,7 @@ def test_what_is_there_is_let_through(model):
         (["--lora-dir", "{}/m/config.json"], "--lora-dir: {}/m/config.json is a file"),
         (["--lora-modules", "x={}/none"], "--lora-modules x: {}/none does not exist; give NAME="),
         (["--lora-modules", "x={}/empty"], "{}/empty has no adapter_config.json or expert_cfg"),
+        (["--lora-modules", "x={}/m"], "{}/m is a model; give the folder of an adapter, which has"),
         (["--chat-template", "{}/none.jinja"], "--chat-template: {}/none.jinja does not exist"),
         (["--chat-template", "{}/empty"], "{}/empty is a folder"),
         (["--chat-template", "/dev/null"], "/dev/null is no regular file"),
@@ -163,3 +164,17 @@ def test_an_adapter_in_the_place_of_the_model_is_told(model):
     folder = str(model.parent / "a")
     with pytest.raises(ValueError, match=f"{folder} is an adapter; .* --lora-modules NAME="):
         check_paths(read_options([folder], {}))
+
+
+def test_a_repository_of_the_hub_s_cache_and_a_name_on_the_hub_are_told(tmp_path, monkeypatch):
+    snapshot = tmp_path / "models--org--m" / "snapshots" / "d04e59"
+    snapshot.mkdir(parents=True)
+    (snapshot / "config.json").write_text("{}")
+    check(snapshot)
+    with pytest.raises(ValueError, match=f"has no config.json; give a snapshot .* {snapshot}"):
+        check(snapshot.parents[1])
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(
+        ValueError, match=r"org/m does not exist; .*; .* `hf download org/m` prints"
+    ):
+        check("org/m")
