@@ -9,7 +9,8 @@ level, for --tenants adapters at once.
 on two GPUs, with random weights of that shape.
 `python -m bench.functions --pages GB --out DIR`: pages of so many GB that processes attach to.
 `python -m bench.functions --device llama-2-7b --out DIR`: starts, bytes and turns of functions on
-a GPU, with random weights of that shape.
+a GPU, with random weights of that shape; with `--parts batches slicing` the batches and tokens that
+one backbone leaves room for, and first tokens with turns and without.
 `python -m bench.functions --measure MODEL --adapter DIR --out DIR`: starts, and turns of 2 and 4.
 """
 
@@ -83,9 +84,9 @@ def options() -> argparse.ArgumentParser:
     parser.add_argument(
         "--parts",
         nargs="+",
-        choices=device_functions.PARTS,
+        choices=(*device_functions.PARTS, *device_functions.MORE_PARTS),
         default=device_functions.PARTS,
-        help="parts of --device",
+        help=f"parts of --device ({' '.join(device_functions.PARTS)})",
     )
     parser.add_argument("--importers", type=int, default=4, help="attaching processes of --pages")
     parser.add_argument("--tenants", type=int, default=8, help="tenants of --isolation")

@@ -16,9 +16,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from bench.functions import hand_overs
+from bench.functions import device_batches, hand_overs
 from bench.functions.large_model import SHAPES, write_adapters, write_large
 from bench.functions.measured import token_rate
+from bench.random_model import LlamaShape
 from serving import Sampling
 from serving.functions import Agent, Function
 from serving.functions.policies.batching import fit
@@ -39,6 +40,7 @@ _AHEAD_S = 3.0  # from a start to the call that it was made for
 _BATCHES, _REPEATS, _DECODED = (1, 2, 4, 8), 5, 64
 _ROUNDS, _BATCH, _TURN_TOKENS = 3, 8, 32  # of turns: each call fills a function's rows
 PARTS = "turns", "starts", "answers"
+MORE_PARTS = "batches", "slicing"  # with agents of their own
 _SLO = 5  # times the first token of one request (ServerlessLoRA, 5.10)
 
 
@@ -60,7 +62,7 @@ def measure(
     with tempfile.TemporaryDirectory(dir=place) as scratch:
         model, start = Path(scratch) / "model", time.perf_counter()
         write_large(model, SHAPES[shape])
-        num_adapters = max(*counts, _ANSWERING if "answers" in parts else 1)
+        num_adapters = max(2, *counts, _ANSWERING if "answers" in parts else 1)
         adapters = write_adapters(Path(scratch) / "adapters", SHAPES[shape], num_adapters)
         found: dict[str, Any] = {"shape": shape, "fields": FIELDS}
         found["written_s"] = round(time.perf_counter() - start, 1)
@@ -71,12 +73,20 @@ def measure(
 
         told(json.dumps(found))
         add(bare_context_mib=_bare_context_mib())
-        _functions(model, adapters, counts, seconds, parts, found, add, quiet)
+        if {*parts} & {*PARTS}:
+            _functions(model, adapters, counts, seconds, parts, found, add, quiet)
         if "answers" in parts:
             add(coupled=_coupled(model, adapters[:_ANSWERING]))
             pairs = zip(found["answers"], found["coupled"]["answers"], strict=True)
             add(same_answers=[a == b for a, b in pairs])
             del found["answers"], found["coupled"]["answers"]
+        if "batches" in parts:
+            with quiet():
+                sizes = _token_bytes(SHAPES[shape]), seconds, device_mib
+                add(batches=device_batches.batches(model, adapters[:2], *sizes))
+        if "slicing" in parts:
+            with quiet():
+                add(slicing=device_batches.slicing(model, adapters, counts, seconds))
         return found
 
 
@@ -162,7 +172,6 @@ def _times(found: dict[str, Any], function: Function) -> dict[str, Any]:
     step_s = (_seconds(function, 1, _DECODED + 1) - first[1]) / _DECODED
     shape, start = SHAPES[found["shape"]], found["start"]
     gigabytes = found["backbone_mib"] * 2**20 / 1e9
-    kv_bytes = 4 * shape.num_layers * shape.num_kv_heads * shape.head_dim  # of a token, bfloat16
     overhead = statistics.median(found["overhead_mib"]) * 2**20 / 1e9
     zygote_s = statistics.median(start["zygote_s"])
     return {
@@ -173,7 +182,7 @@ def _times(found: dict[str, Any], function: Function) -> dict[str, Any]:
                 "prefill": {"base_s": line.base_s, "slope_s": line.slope_s},
                 "slo_s": _SLO * line.base_s,
                 "decode_step_s": step_s,
-                "kv_gb": FIELDS["max_model_len"] * kv_bytes / 1e9,
+                "kv_gb": FIELDS["max_model_len"] * _token_bytes(shape) / 1e9,
                 "largest_batch": FIELDS["max_num_seqs"],
             }
         ],
@@ -182,6 +191,11 @@ def _times(found: dict[str, Any], function: Function) -> dict[str, Any]:
         "context_gb": overhead,
         "storage_gb_per_s": gigabytes / found["agent_s"],
     }
+
+
+def _token_bytes(shape: LlamaShape) -> int:
+    """Return the bytes of a token's keys and values in bfloat16."""
+    return 4 * shape.num_layers * shape.num_kv_heads * shape.head_dim
 
 
 def _seconds(function: Function, prompts: int, tokens: int) -> float:

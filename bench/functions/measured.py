@@ -5,6 +5,7 @@ import itertools
 import statistics
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -146,13 +147,16 @@ def token_rate(
     return made[0] / (time.perf_counter() - start)
 
 
-def first_tokens(functions: list[Function], seconds: float) -> list[float]:
-    """Return seconds to the first tokens of streams; each function always answers one."""
+def first_tokens(
+    functions: list[Function], seconds: float, prompt: Callable[[], Any] | None = None
+) -> list[float]:
+    """Return seconds to the first tokens of streams; each function always answers one. `prompt`
+    makes one, of text or tokens."""
     end, found = time.perf_counter() + seconds, []
 
     def call(function: Function) -> None:
         while (start := time.perf_counter()) < end:
-            pieces = iter(function.stream(_new_prompt(), _STREAM))
+            pieces = iter(function.stream((prompt or _new_prompt)(), _STREAM))
             next(pieces)
             found.append(time.perf_counter() - start)
             for _ in pieces:

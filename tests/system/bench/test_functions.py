@@ -10,7 +10,15 @@ from types import SimpleNamespace
 import pytest
 from support.processes.server_process import ROOT
 
-from bench.functions import calibration, device_pages, hand_overs, isolation, measured, sweeps
+from bench.functions import (
+    calibration,
+    device_functions,
+    device_pages,
+    hand_overs,
+    isolation,
+    measured,
+    sweeps,
+)
 from bench.functions.exact import best_value
 from bench.functions.policies import agent_bytes, instance, measure_decisions
 from bench.functions.run import simulate
@@ -182,6 +190,18 @@ def test_pages_are_attached_by_others_and_outlive_their_owner():
     assert row["orphan_reads_right"]
     assert len(row["attach_s"]) == 2
     assert last["write_copy"].startswith("refused: NotImplementedError: host memory")
+
+
+@pytest.mark.long
+def test_one_backbone_leaves_room_for_larger_batches():
+    """As on a device, with a small shape here, where no functions have turns."""
+    parts = ("batches", "slicing")
+    found = device_functions.measure("small", [1, 2], 0.2, parts, told=lambda line: None)
+    shared, private = found["batches"]["shared"], found["batches"]["private"]
+    assert private["batch"] == 32 < shared["batch"]
+    assert min(private["tokens_per_s"], shared["tokens_per_s"]) > 0
+    assert [row["functions"] for row in found["slicing"]] == [1, 2, 1, 2]
+    assert all(row["p95_ttft_ms"] > 0 and row["streams"] > 0 for row in found["slicing"])
 
 
 def test_copies_of_an_adapter_differ_by_their_digest(tmp_path):
