@@ -96,12 +96,12 @@ class PagePool:
         self._budget = budget_bytes // page_bytes
         self._lock = threading.Lock()
         self._free = _FreeBlocks()
-        self._counts: dict[Block, int] = {}  # block in use -> references
+        self._used: set[Block] = set()
         self._created = self._in_use = self._peak = 0  # pages
         self._free.put_all(self._create([1] * prefill_pages))
 
     def acquire(self, sizes: Sequence[int]) -> list[Block]:
-        """Return blocks of so many pages with one reference each: all of them, or none.
+        """Return blocks of so many pages: all of them, or none.
 
         Free blocks of these sizes are used again; free ones of others go where they are in the way.
 
@@ -120,7 +120,7 @@ class PagePool:
                 self._free.put_all(filter(None, reused))
                 raise
             blocks = [block or next(fresh) for block in reused]
-            self._counts.update(dict.fromkeys(blocks, 1))
+            self._used.update(blocks)
             self._in_use += sum(sizes)
             self._peak = max(self._peak, self._in_use)
             return blocks
@@ -135,21 +135,14 @@ class PagePool:
         """Pages that `acquire` could give now, as far as the budget goes."""
         return self._budget - self._in_use
 
-    def retain(self, block: Block) -> None:
-        """Add a reference to a block in use."""
-        with self._lock:
-            self._check_in_use(block)
-            self._counts[block] += 1
-
     def release(self, block: Block) -> None:
-        """Drop a reference; the last one makes the block free for the next `acquire`."""
+        """Make a block in use free for the next `acquire`; ValueError for one that is not."""
         with self._lock:
-            self._check_in_use(block)
-            self._counts[block] -= 1
-            if not self._counts[block]:
-                del self._counts[block]
-                self._in_use -= block.num_pages
-                self._free.put_all([block])
+            if block not in self._used:
+                raise ValueError(f"block {block.handle} is not in use")
+            self._used.remove(block)
+            self._in_use -= block.num_pages
+            self._free.put_all([block])
 
     def trim(self) -> int:
         """Destroy all free blocks; return the bytes given back to the device."""
@@ -169,11 +162,8 @@ class PagePool:
             free = set(listed)
             assert len(free) == len(listed), "a block is free twice"
             assert _pages(free) == self._free.num_pages, "free pages are not so many"
-            assert not free & self._counts.keys(), "a block is free and in use"
-            assert all(count > 0 for count in self._counts.values()), "a block without a reference"
-            assert _pages(self._counts) == self._in_use <= self._peak, (
-                "pages in use are not so many"
-            )
+            assert not free & self._used, "a block is free and in use"
+            assert _pages(self._used) == self._in_use <= self._peak, "pages in use are not so many"
             assert _pages(free) + self._in_use == self._created, "pages that are not accounted for"
             assert self._created <= self._budget, "more pages than the budget"
 
@@ -222,10 +212,6 @@ class PagePool:
     def _destroy(self, block: Block) -> None:
         self.memory.destroy_page(block.handle)
         self._created -= block.num_pages
-
-    def _check_in_use(self, block: Block) -> None:
-        if block not in self._counts:
-            raise ValueError(f"block {block.handle} is not in use")
 
 
 def _pages(blocks: Iterable[Block]) -> int:

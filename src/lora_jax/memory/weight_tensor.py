@@ -106,18 +106,6 @@ class WeightTensor:
         with self._lock:
             return len(self._placed) * self.pool.page_bytes
 
-    def retain_pages(self) -> tuple[dict[int, Block], tuple[int, ...]]:
-        """Return the blocks by the number of their first page in the range, and the mapped experts.
-
-        Each block has one more reference in the pool, the caller's to release: until then nobody
-        else gets it, mapped here or not.
-        """
-        with self._lock:
-            used = {p.start: p.block for p in self._placed.values() if p.users}
-            for block in used.values():
-                self.pool.retain(block)
-            return dict(sorted(used.items())), tuple(sorted(self._mapped))
-
     def keep(self, indices: range) -> None:
         """Have pages below some experts for good, mapped or not; once, before any is mapped.
 

@@ -21,13 +21,15 @@ from support.contracts.memory_contract import (
     small_tensor,
 )
 from support.doubles.driver_double import CUDA_OPERATIONS, Double, compile_double
+from support.processes.process_facts import open_files
 
 from cuda_backend import driver
 from cuda_backend.vmm import CudaDriver
+from lora_jax.memory.arena import Arena
 from lora_jax.memory.driver import DriverMemory
 from lora_jax.memory.platforms import for_platform
-from lora_jax.memory.share import export_tensor, import_tensor
 from lora_jax.memory.virtual import MappingError
+from lora_jax.memory.wire import close_all, send_fds, send_header
 
 needs_gcc = pytest.mark.skipif(shutil.which("gcc") is None, reason="no gcc on this machine")
 
@@ -63,31 +65,6 @@ class TestSharing(SharingContract):
 @needs_gcc
 class TestRefusals(DriverDoubleContract):
     """One call after another fails."""
-
-
-@needs_gcc
-def test_a_tensor_is_shown_read_only_to_an_importer(memory, double):
-    """Descriptors over a socket, between two memories of one process."""
-    files = len(os.listdir("/proc/self/fd"))
-    tensor, importer = small_tensor(memory), DriverMemory(CudaDriver(0, double.path))
-    tensor.map(range(3, 5))
-    values = bytes_of(2 * tensor.expert_bytes, 2).view(np.float32).reshape(2, *tensor.shape[1:])
-    tensor.write(3, values)
-    ours, theirs = socket.socketpair()
-    with ours, theirs:
-        lease = export_tensor(ours, tensor)
-        got = import_tensor(theirs, importer)
-    at = got.address + 4 * tensor.expert_bytes
-    assert importer.read(at, tensor.expert_bytes) == values[1].tobytes()
-    with pytest.raises(MappingError, match="has access READ"):
-        importer.write(at, np.ones(4, np.uint8))
-    with pytest.raises(MappingError, match="cuMemcpyHtoD"):
-        importer._driver.copy_in(at, values.ctypes.data, 16)  # nor does the driver
-    got.close()
-    lease.close()
-    tensor.close()
-    tensor.pool.trim()
-    assert len(os.listdir("/proc/self/fd")) == files
 
 
 @needs_gcc
@@ -192,21 +169,26 @@ def test_an_imported_page_of_the_gpu_is_read_only(gpu):
 
 IMPORTER = """
 import socket, sys
+from lora_jax.memory.arena import ImportedArena, parse_manifest
 from lora_jax.memory.platforms import for_platform
-from lora_jax.memory.share import import_tensor
+from lora_jax.memory.wire import close_all, receive_fds, receive_header
 connection = socket.socket(fileno=int(sys.argv[1]))
-tensor = import_tensor(connection, for_platform("gpu"))
-connection.sendall(str(int(tensor.array[4].sum())).encode())
+manifest = parse_manifest(receive_header(connection))
+fds = receive_fds(connection, len(manifest.blocks))
+arena = ImportedArena(for_platform("gpu"), manifest, fds)
+close_all(fds)
+leaf = manifest.leaves["ones"]
+array = arena.array("ones", leaf.shape, leaf.dtype)
+connection.sendall(str(int(array.sum())).encode())
 connection.recv(1)
 """
 
 
 @pytest.mark.gpu
 def test_an_importer_on_the_gpu_that_is_killed_leaks_nothing(gpu):
-    tensor = small_tensor(gpu)
-    tensor.map(range(3, 5))
-    tensor.write(4, np.ones((1, *tensor.shape[1:]), np.float32))
-    files, used = len(os.listdir("/proc/self/fd")), gpu.usage().device_used
+    arena = Arena(gpu, 8 * gpu.granularity)
+    arena.add("ones", np.ones(1000, np.float32)).delete()
+    files, used = open_files(), gpu.usage().device_used
     ours, theirs = socket.socketpair()
     with theirs:
         command = [sys.executable, "-c", IMPORTER, str(theirs.fileno())]
@@ -215,16 +197,17 @@ def test_an_importer_on_the_gpu_that_is_killed_leaks_nothing(gpu):
         importer = subprocess.Popen(command, pass_fds=[theirs.fileno()], env=environment)
     with ours:
         ours.settimeout(200)
-        lease = export_tensor(ours, tensor)
-        assert int(ours.recv(20)) == tensor.expert_bytes // 4
+        fds = arena.export()
+        send_header(ours, arena.manifest.fields())
+        send_fds(ours, fds)
+        close_all(fds)
+        assert int(ours.recv(20)) == 1000
         importer.send_signal(signal.SIGKILL)
         assert ours.recv(1) == b""
-        lease.close()
     assert importer.wait(60) == -signal.SIGKILL
-    assert len(os.listdir("/proc/self/fd")) == files
+    assert open_files() == files
     deadline = time.monotonic() + 60  # the driver clears up after the dead in its own time
     while gpu.usage().device_used > used and time.monotonic() < deadline:
         time.sleep(0.1)
     assert gpu.usage().device_used <= used
-    tensor.close()
-    tensor.pool.trim()
+    arena.close()
