@@ -39,6 +39,56 @@ class _Bar(tqdm):
     """
 
 
+class _Progress:
+    """Says which program is lowered, which ones are compiled, and which are done.
+
+    On a terminal a bar does, elsewhere lines of the log; neither where it is not `shown`.
+    """
+
+    def __init__(self, names: SequenceOf[str], *, shown: bool):
+        is_terminal = sys.stderr.isatty()
+        self._names, self._has_lines = names, shown and not is_terminal
+        self._at_work: dict[int, str] = {}
+        self._numbers = itertools.count(1)
+        _Bar.set_lock(threading.RLock())
+        self._bar = _Bar(
+            total=len(names), desc="Compile", unit="program", disable=not (shown and is_terminal)
+        )
+
+    def __enter__(self) -> "_Progress":
+        if self._has_lines:
+            logger.info("Compiling %d programs, first %s.", len(self._names), self._names[0])
+        self.lowers(0)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bar.close()
+
+    def lowers(self, number: int) -> None:
+        """Say that the program of this number, if there is one, is lowered now."""
+        self._say([f"lowers {name}" for name in self._names[number : number + 1]])
+
+    def compiles(self, number: int) -> None:
+        """Have the program among those that are compiled, until it is done."""
+        self._at_work[number] = self._names[number]
+
+    def done(self, number: int, verb: str, job: Future) -> None:
+        """Say that a program is compiled or read; a callback of its job."""
+        name = self._at_work.pop(number)
+        if job.cancelled() or job.exception() is not None:
+            return
+        if self._has_lines:
+            number_done = next(self._numbers)
+            logger.info("%s %d of %d programs: %s.", verb, number_done, len(self._names), name)
+        self._bar.update()
+        self._say([])
+
+    def _say(self, parts: list[str]) -> None:
+        at_work = list(self._at_work.values())  # other threads change it
+        parts += [f"compiles {', '.join(at_work)}"] if at_work else []
+        self._bar.set_postfix_str("; ".join(parts))
+
+
 def compile_all(
     programs: Iterable[Lowered | KeptProgram],
     names: SequenceOf[str],
@@ -54,51 +104,37 @@ def compile_all(
     With `progress` a bar says by their names which program is lowered, and which ones are compiled;
     where stderr is no terminal, lines of the log say how many there are and name each that is done.
     """
-    is_terminal = sys.stderr.isatty()
-    _Bar.set_lock(threading.RLock())
-    bar = _Bar(
-        total=len(names), desc="Compile", unit="program", disable=not (progress and is_terminal)
-    )
-    at_work: dict[int, str] = {}
-    numbers = itertools.count(1)
-
-    def say(lowered: str = "") -> None:
-        parts = [f"lowers {lowered}"] if lowered else []
-        parts += [f"compiles {', '.join(list(at_work.values()))}"] if at_work else []
-        bar.set_postfix_str("; ".join(parts))
-
-    def done(number: int, verb: str, job: Future) -> None:
-        name = at_work.pop(number)
-        if job.cancelled() or job.exception() is not None:
-            return
-        if progress and not is_terminal:  # a log file has lines
-            logger.info("%s %d of %d programs: %s.", verb, next(numbers), len(names), name)
-        bar.update()
-        say()
-
-    if progress and not is_terminal:
-        logger.info("Compiling %d programs, first %s.", len(names), names[0])
     pool = ThreadPoolExecutor(_workers())
     is_interrupted = False
-    with bar:
-        jobs: list[Future] = []
-        say(names[0])
+    with _Progress(names, shown=progress) as shown:
         try:
-            with no_collections():
-                for number, program in enumerate(programs):
-                    is_kept = _is_kept(program)
-                    at_work[number], verb = names[number], "Read" if is_kept else "Compiled"
-                    if verb == "Compiled":
-                        settle()
-                    jobs.append(pool.submit(program.compile))
-                    jobs[-1].add_done_callback(functools.partial(done, number, verb))
-                    say(*names[number + 1 : number + 2])
-            return [job.result() for job in jobs]
+            return [job.result() for job in _submit(pool, programs, shown, settle)]
         except KeyboardInterrupt:  # XLA cannot be stopped: its programs take up to minutes
             is_interrupted = True
             raise
         finally:
             pool.shutdown(wait=not is_interrupted, cancel_futures=is_interrupted)
+
+
+def _submit(
+    pool: ThreadPoolExecutor,
+    programs: Iterable[Lowered | KeptProgram],
+    progress: _Progress,
+    settle: Callable[[], object],
+) -> list[Future]:
+    """Return the jobs that compile or read the programs, which are lowered here one by one."""
+    jobs: list[Future] = []
+    with no_collections():
+        for number, program in enumerate(programs):
+            is_kept = _is_kept(program)
+            progress.compiles(number)
+            if not is_kept:
+                settle()
+            jobs.append(pool.submit(program.compile))
+            verb = "Read" if is_kept else "Compiled"
+            jobs[-1].add_done_callback(functools.partial(progress.done, number, verb))
+            progress.lowers(number + 1)
+    return jobs
 
 
 def read_kept(
