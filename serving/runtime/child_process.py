@@ -76,12 +76,6 @@ class AbstractChild(abc.ABC):
         """A descriptor that becomes readable when the process ends, to wait for."""
         return self._process.sentinel
 
-    @property
-    def exit_status(self) -> int | None:
-        """The exit status of a process whose sentinel said that it ends, negative for a signal."""
-        self._process.join(self._end_s)  # the sentinel is a little early
-        return self._process.exitcode
-
     def end_by_signal(self, wait_s: float = 1.0) -> str:
         """Return " (SIGKILL)" or the like if a signal has ended the process, else "".
 

@@ -2,7 +2,7 @@
 
 One batch has the device at a time: a prefill, or some decode steps. M batches that want it take M
 times as long in turns, so the one with the least margin to its deadline runs first. A negative
-margin runs first too, and counts as a violation; nothing is dropped here.
+margin runs first too; nothing is dropped here.
 """
 
 import dataclasses
@@ -35,9 +35,3 @@ def in_turn(contenders: Sequence[Contender]) -> list[Contender]:
     """Return the batches by rising margin; equal ones by waiting time, longest first, then name."""
     m = len(contenders)
     return sorted(contenders, key=lambda c: (margin(c, m), -c.waited_s, c.name))
-
-
-def violated(contenders: Sequence[Contender]) -> list[str]:
-    """Return the names of those that miss their deadline by Eq. 6, in turn."""
-    m = len(contenders)
-    return [c.name for c in in_turn(contenders) if margin(c, m) < 0]

@@ -89,11 +89,9 @@ def _base(keys: Keys, theta: float = 1e4, **fields: Any) -> ModelConfig:
 
 def _tokens_and_dtype(keys: Keys) -> dict[str, Any]:
     eos = keys.get("eos_token_id", default=())
-    bos = keys.get("bos_token_id", default=None)
     dtype = keys.get("dtype", "torch_dtype", default=None)
     return {
         "eos_token_ids": (eos,) if isinstance(eos, int) else tuple(eos),
-        "bos_token_id": bos,
         "dtype": None if dtype is None else str(dtype).removeprefix("torch."),
     }
 

@@ -146,7 +146,6 @@ class ModelConfig:
     dtype: str | None = None
     quantization: QuantizationConfig | None = None
     original: str | None = None  # name of the model that a quantised one was made of
-    bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
 
     @property
