@@ -77,22 +77,34 @@ class Calls:
                     self._rehearse(pools[None])
                 call = receive_header(self._connection)
                 is_new &= call["call"] not in _OF_CALLERS
-                if call["call"] == "http":
-                    self._adopt(call["id"])
-                elif call["call"] in _SEATING:
-                    if call["call"] == "leave" and (left := pools.pop(call["name"], None)):
-                        left.shutdown(wait=False)  # its threads end with the calls that it has
-                    has_seat = call["call"] == "sit" and "number" not in call
-                    fds = receive_fds(self._connection, 3) if has_seat else []
-                    seating.submit(self._answer, call | {"fds": fds})
-                else:
-                    owner = call.get("adapter")
-                    if owner not in pools:  # threads are made as calls need them
-                        pools[owner] = ThreadPoolExecutor(_CALLS, thread_name_prefix="call")
-                    pools[owner].submit(self._answer, call)
+                self._pass_on(call, pools, seating)
         except ShareError:
             for calls in (*pools.values(), seating):
                 calls.shutdown(wait=False, cancel_futures=True)
+
+    def _pass_on(
+        self,
+        call: dict[str, Any],
+        pools: dict[str | None, ThreadPoolExecutor],
+        seating: ThreadPoolExecutor,
+    ) -> None:
+        """Have a call answered: on threads of its adapter's, which are made as calls need them.
+
+        Seats change on a thread of their own; a connection of HTTP is taken over at once.
+        """
+        if call["call"] == "http":
+            self._adopt(call["id"])
+        elif call["call"] in _SEATING:
+            if call["call"] == "leave" and (left := pools.pop(call["name"], None)):
+                left.shutdown(wait=False)  # its threads end with the calls that it has
+            has_seat = call["call"] == "sit" and "number" not in call
+            fds = receive_fds(self._connection, 3) if has_seat else []
+            seating.submit(self._answer, call | {"fds": fds})
+        else:
+            owner = call.get("adapter")
+            if owner not in pools:
+                pools[owner] = ThreadPoolExecutor(_CALLS, thread_name_prefix="call")
+            pools[owner].submit(self._answer, call)
 
     def _rehearse(self, pool: ThreadPoolExecutor) -> None:
         """Answer calls of nobody as others are: on threads of `pool`, over a connection."""

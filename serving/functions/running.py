@@ -167,25 +167,7 @@ class Running:
                 answer = receive_header(self._connection)
                 if answer.get("lacks_memory"):
                     died["why"] = LACKED
-                    self.on_lack()
-                    continue
-                if "private_bytes" in answer:
-                    self.on_grown(int(answer["private_bytes"]))
-                    continue
-                if "freed" in answer:
-                    self.on_freed(int(answer["freed"]))
-                    continue
-                if "tenant" in answer:
-                    self.on_lost(answer["tenant"], answer["epoch"])
-                with self._lock:
-                    number = answer["id"]
-                    last = "piece" not in answer
-                    answers = self._waiting.pop(number, None) if last else self._waiting.get(number)
-                    if last:
-                        owner = self._owners.pop(number, None)
-                        self.has_answered |= owner is not None and "value" in answer
-                if answers is not None:
-                    answers.put(answer)
+                self._take(answer)
         except OSError:
             pass
         except (ArithmeticError, LookupError, TypeError, ValueError) as error:
@@ -202,6 +184,30 @@ class Running:
         for answers in waiting:
             answers.put(died)
         self.on_end()
+
+    def _take(self, answer: dict[str, Any]) -> None:
+        """Pass on what the process says unasked, or an answer to the call that waits for it."""
+        if answer.get("lacks_memory"):
+            self.on_lack()
+        elif "private_bytes" in answer:
+            self.on_grown(int(answer["private_bytes"]))
+        elif "freed" in answer:
+            self.on_freed(int(answer["freed"]))
+        else:
+            if "tenant" in answer:
+                self.on_lost(answer["tenant"], answer["epoch"])
+            if (answers := self._waiting_for(answer)) is not None:
+                answers.put(answer)
+
+    def _waiting_for(self, answer: dict[str, Any]) -> "queue.SimpleQueue[dict[str, Any]] | None":
+        """Return where the call of an answer waits, and forget it with the last one."""
+        with self._lock:
+            number = answer["id"]
+            if "piece" in answer:
+                return self._waiting.get(number)
+            owner = self._owners.pop(number, None)
+            self.has_answered |= owner is not None and "value" in answer
+            return self._waiting.pop(number, None)
 
     def close(self) -> None:
         """Let both sides read the connection's end."""
