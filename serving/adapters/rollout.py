@@ -84,7 +84,10 @@ def bucket_of(adapter: str, key: str) -> int:
 
 
 def version_at(state: Shares, bucket: int) -> str:
-    """Return the version that owns a bucket: the newest version owns the lowest ones."""
+    """Return the version that owns a bucket: the newest version owns the lowest ones.
+
+    Raises ValueError for a bucket at or after BUCKETS.
+    """
     for version in reversed(list(state.buckets)):
         bucket -= state.buckets[version]
         if bucket < 0:

@@ -102,15 +102,11 @@ class Agent:
         check_options(options | {"isolation": isolation, "max_tenants": max_tenants})
         check_processes(tenant_processes, isolation)
         self.model = str(Path(model).resolve())
-        if not Path(self.model, "config.json").is_file():
-            raise ValueError(f"Cannot share {self.model}: there is no config.json.")
-        check_names(fields)
         dtype = None if dtype == "auto" else dtype
-        self._fields: dict[str, Any] = FIELDS | fields | ({} if dtype is None else {"dtype": dtype})
-        EngineConfig(self.model, **self._fields)  # raises ValueError, before anything is loaded
+        self._fields = _checked_fields(self.model, dtype, fields)
         most = DEFAULTS["max_tenants"] if max_tenants is None else max_tenants
         if isolation != "process":
-            self._fields = {**self._fields, "max_loras": most}
+            self._fields["max_loras"] = most
         self._functions: dict[str, Function] = {}
         self._folders: dict[str, str | None] = {}  # of the functions' adapters, as given
         self._read: dict[str, str | None] = {}  # where they led when the last processes started
@@ -339,6 +335,19 @@ class Agent:
         """Close a process' connection; return when its memory is free."""
         connection.close()
         self._ends.wait([connection])
+
+
+def _checked_fields(model: str, dtype: str | None, fields: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields of EngineConfig that all functions have; nothing is loaded yet.
+
+    Raises ValueError for a folder without a model, and for a field or a value that is none.
+    """
+    if not Path(model, "config.json").is_file():
+        raise ValueError(f"Cannot share {model}: there is no config.json.")
+    check_names(fields)
+    checked = FIELDS | fields | ({} if dtype is None else {"dtype": dtype})
+    EngineConfig(model, **checked)
+    return checked
 
 
 def _followed(folder: str | None) -> str | None:

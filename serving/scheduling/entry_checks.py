@@ -38,7 +38,7 @@ def check_room(
     """Raise QueueFull when n more sequences are beyond the tenant's limit or beyond the queue's.
 
     A tenant alone may fill the queue. Beside others it may always have its share of it, and one
-    request where it has none.
+    request where it has none. Raises ValueError where n alone is beyond the tenant's limit.
     """
     queued, limit = waiting.count(share.tenant), share.max_waiting
     if limit is not None and n > limit:

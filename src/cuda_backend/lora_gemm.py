@@ -259,6 +259,8 @@ def lora_pairs(
 
     `sites` and `zeros_if_idle` as for lora_gemms: the kernel finds its part of a table, where
     cutting it out is a copy.
+
+    Raises ValueError for no modules, for more than MAX_MODULES, and where only some y are None.
     """
     if not 1 <= len(modules) <= MAX_MODULES:
         raise ValueError(f"a launch takes 1 to {MAX_MODULES} modules, not {len(modules)}")

@@ -83,7 +83,11 @@ def _images_of(prompt: Mapping[str, Any]) -> tuple[Any, ...]:
 
 
 def with_images(prompts: Sequence[GivenPrompt], images: Any) -> list[GivenPrompt]:
-    """Return the prompts with `images`: a list for one prompt, a list of lists for several."""
+    """Return the prompts with `images`: a list for one prompt, a list of lists for several.
+
+    Raises TypeError for what is no list and for images that prompts have too, ValueError for images
+    of another number of prompts.
+    """
     if images is None:
         return list(prompts)
     if not isinstance(images, list | tuple):
@@ -99,7 +103,10 @@ def with_images(prompts: Sequence[GivenPrompt], images: Any) -> list[GivenPrompt
 
 
 def as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """Return a list of prompts; a text, a dict or a list of token ids is one prompt."""
+    """Return a list of prompts; a text, a dict or a list of token ids is one prompt.
+
+    Raises TypeError for anything else that is no list.
+    """
     if isinstance(prompts, str):
         return [prompts]
     if isinstance(prompts, Mapping):
@@ -172,7 +179,11 @@ def _names(lora_request: Any) -> Any:
 
 
 def broadcast(name: str, value: Any, count: int, single: tuple[type, ...]) -> list[Any]:
-    """Return `count` values: a single one repeated, or the given ones, which must be as many."""
+    """Return `count` values: one of the types `single` repeated, or the given ones.
+
+    Raises TypeError naming the argument for values of other types, ValueError unless there are
+    `count` of them.
+    """
     if isinstance(value, single):
         return [value] * count
     wanted = " or ".join("None" if kind is type(None) else kind.__name__ for kind in single)

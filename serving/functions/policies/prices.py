@@ -105,7 +105,10 @@ def share_backbone(
 
 
 def cost_effectiveness(mean_e2e_s: float, cost: float) -> float:
-    """Return 1 / (mean end-to-end seconds x dollars), the paper's measure; larger is better."""
+    """Return 1 / (mean end-to-end seconds x dollars), the paper's measure; larger is better.
+
+    Raises ValueError unless both are above 0.
+    """
     if mean_e2e_s <= 0 or cost <= 0:
         raise ValueError(f"latency and cost must be above 0, got {mean_e2e_s} s, ${cost}.")
     return 1 / (mean_e2e_s * cost)

@@ -73,7 +73,10 @@ def let_next_bind(sock: socket.socket) -> None:
 
 
 def bind_unix(path: str) -> socket.socket:
-    """Return a bound Unix socket; one that nobody listens on any more is replaced."""
+    """Return a bound Unix socket of mode 0600; one that nobody listens on any more is replaced.
+
+    Raises OSError where another process listens there, or the path cannot be bound.
+    """
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         if os.path.exists(path) and stat.S_ISSOCK(os.stat(path).st_mode):

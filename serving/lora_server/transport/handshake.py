@@ -85,7 +85,10 @@ def let_in[Server: HasGuests](
     rank: int,
     make_server: Callable[[], Server],
 ) -> Server:
-    """Return the server that `make_server` gives; its clients come as open_server says."""
+    """Return the server that `make_server` gives; its clients come as open_server says.
+
+    Raises ValueError for a rank outside the placement.
+    """
     devices = terms.placement.devices
     with owned(listening):
         if not 0 <= rank < devices:

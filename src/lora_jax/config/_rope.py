@@ -9,7 +9,10 @@ from lora_jax.config._types import RopeConfig
 
 
 def read_rope(keys: Keys, dim: int, default_theta: float) -> RopeConfig:
-    """Return the rotary embedding of either dialect."""
+    """Return the rotary embedding of `dim` numbers, by `rope_parameters` or `rope_scaling`.
+
+    Raises ValueError naming the key whose value is not supported.
+    """
     section = keys.section("rope_parameters" if keys.raw.get("rope_parameters") else "rope_scaling")
     if any(isinstance(value, Mapping) for value in section.raw.values()):
         raise ValueError(f"{section.where}: one rope per layer type is not supported.")

@@ -61,7 +61,10 @@ def without_sections(keys: Keys) -> tuple[Keys, Keys]:
 
 
 def section_fields(section: Keys, dim: int) -> dict[str, Any]:
-    """Return RopeConfig's fields of M-RoPE, none where a config has no sections."""
+    """Return RopeConfig's fields of M-RoPE, none where a config has no sections.
+
+    Raises ValueError unless the three sizes of the sections sum to half of `dim`.
+    """
     sizes = section.get("mrope_section", default=None)
     if sizes is None:
         return {}
@@ -74,7 +77,10 @@ def section_fields(section: Keys, dim: int) -> dict[str, Any]:
 
 
 def read_vision(keys: Keys, hidden: int) -> VisionConfig:
-    """Return the tower of a config whose language model has width `hidden`."""
+    """Return the tower of a config whose language model has width `hidden`.
+
+    Raises ValueError naming what the config lacks, or the key whose value is not supported.
+    """
     section = keys.section("vision_config")
     if not section.raw:
         raise ValueError(f"{keys.where}: config lacks vision_config.")

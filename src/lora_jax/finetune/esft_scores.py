@@ -62,7 +62,7 @@ def select_experts(scores: Scores, top_p: float) -> Selection:
     """Return, per layer, the experts of falling score until their scores sum to `top_p` or more.
 
     Of equal scores the lower number comes first. Where the sum of all stays below top_p (gate
-    scores may), all are chosen.
+    scores may), all are chosen. Raises ValueError for a top_p that is not in (0, 1].
     """
     if not 0 < top_p <= 1:
         raise ValueError(f"top_p {top_p} is not above 0 and at most 1")

@@ -90,6 +90,8 @@ def adapter_items(
     """Return the items of rows of linear maps without experts, None where no kernel wants them.
 
     Slots outside [0, num_slots) are no adapter; none has more than max_rank rank rows.
+    `implementation` is the name of one; None takes the first that accepts. Raises ValueError for
+    slots that are not int32 of rank 1, and for num_slots below 1.
     """
     if row_to_slot.ndim != 1 or num_slots < 1:
         raise ValueError(

@@ -8,7 +8,10 @@ _ROUNDS = 200  # of the bisection: more than a float has digits
 
 
 def zipf(count: int, alpha: float) -> Float[np.ndarray, "count"]:
-    """Return the shares of `count` adapters, the most popular first: p_i ~ i ** -alpha."""
+    """Return the shares of `count` adapters, the most popular first: p_i ~ i ** -alpha.
+
+    Raises ValueError for a count below 1 and for a negative alpha.
+    """
     if count < 1 or alpha < 0:
         raise ValueError(f"Need at least 1 adapter and alpha 0 or more, not {count} and {alpha}.")
     weights = np.arange(1, count + 1, dtype=np.float64) ** -alpha

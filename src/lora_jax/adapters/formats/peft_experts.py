@@ -218,7 +218,10 @@ def find_shared(path: str, catalogue: LoraCatalogue) -> Target | None:
 
 
 def read_shared(pair: LoraPair, target: Target, config: PeftConfig) -> _SITES:
-    """Return the site of a 3-D pair, A [1 or E, r, d_in] and B [1 or E, d_out, r]."""
+    """Return the site of a 3-D pair, A [1 or E, r, d_in] and B [1 or E, d_out, r].
+
+    Raises ValueError naming both tensors where they do not fit the experts.
+    """
     module = target.modules[0]
     a, b, sizes = pair.a.shape, pair.b.shape, {1, module.num_experts}
     want = (module.d_in, module.d_out)

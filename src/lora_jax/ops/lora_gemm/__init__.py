@@ -121,6 +121,8 @@ def lora_gemms(
     since cutting a site out of it is a copy, and a copy a launch. Bits are those of lora_gemm.
     Either all y are None or none is. Without y and with zeros_if_idle=False, the sums may hold
     anything in a call none of whose rows has an adapter: for readers who ask for that first.
+
+    Raises ValueError naming the argument whose shape or dtype is wrong, and where some y are None.
     """
     if len({y is None for y in ys}) > 1:
         raise ValueError("lora_gemms: some y are None, others not: a launch adds to all or to none")

@@ -60,6 +60,9 @@ def row_map(
     Rows of padding tokens, and of ids outside [0, num_experts), come last and are in no group. With
     the tokens' own `adapters`, rows of a group stand in the order of their tokens there, and the
     map has items, in which rows of no group are not; or neither, where no kernel wants items.
+
+    `implementation` is the name of one; None takes the first that accepts. Raises ValueError naming
+    the argument whose shape or dtype is wrong (indices are int32).
     """
     if topk_ids.ndim != 2 or num_tokens.ndim != 0:
         raise ValueError(
@@ -84,9 +87,14 @@ def reroute(
 ) -> RowMap:
     """Return the stable counting sort of (token, expert) rows by the matrix that each one uses.
 
+    This is ExpertWeave's batched rerouting (section 4.3), fused with the sort.
+
     Row t * k + j is in group table[token_to_slot[t], topk_ids[t, j]], or in group topk_ids[t, j]
     when the slot is none of the table's (-1: the base model, LoRA). Padding and ids outside
-    [0, experts) come last, in no group. `adapters` as for row_map.
+    [0, experts) come last, in no group. `adapters` and `implementation` as for row_map.
+
+    Raises ValueError naming the argument whose shape or dtype is wrong, and for fewer groups than
+    the base model has experts.
     """
     if topk_ids.ndim != 2 or table.ndim != 2 or 0 in table.shape:
         raise ValueError(
