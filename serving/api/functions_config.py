@@ -3,6 +3,7 @@
 import dataclasses
 import difflib
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from serving.api.config import EngineConfig
@@ -11,6 +12,13 @@ _KEEP_ALIVE_S = 300.0
 _FOLDER, _PREFIX = "functions", "functions_"
 _SECONDS = {"keep_alive_s": 1e9, "ttft_slo_s": 1e6, "verify_s": 1e6}  # the most of each
 ISOLATIONS = ("none", "server", "process")
+# Sizes of one function, where nothing else is asked for.
+FIELDS: dict[str, Any] = {
+    "max_loras": 1,
+    "structured_outputs": False,
+    "enable_prefix_caching": True,
+    "max_num_seqs": 16,
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,7 +81,7 @@ def check_options(given: Mapping[str, Any]) -> None:
         )
 
 
-def check_names(fields: Mapping[str, Any]) -> None:
+def _check_names(fields: Mapping[str, Any]) -> None:
     """Raise ValueError for a name that is no field of EngineConfig, with one that is near."""
     known = EngineConfig.__dataclass_fields__
     unknown = sorted(fields.keys() - known)
@@ -81,6 +89,19 @@ def check_names(fields: Mapping[str, Any]) -> None:
         near = difflib.get_close_matches(unknown[0], known, 1)
         hint = f"; did you mean {near[0]!r}?" if near else ", whose fields are the sizes."
         raise ValueError(f"{unknown[0]!r} is no field of EngineConfig{hint}")
+
+
+def checked_fields(model: str, dtype: str | None, fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of EngineConfig that all functions have: FIELDS, and those given.
+
+    Raises ValueError for a folder without a model, and for a field or a value that is none.
+    """
+    if not Path(model, "config.json").is_file():
+        raise ValueError(f"Cannot share {model}: there is no config.json.")
+    _check_names(fields)
+    checked: dict[str, Any] = {**FIELDS, **fields} | ({} if dtype is None else {"dtype": dtype})
+    EngineConfig(model, **checked)
+    return checked
 
 
 def _is_number(value: object, kind: Any) -> bool:

@@ -109,7 +109,7 @@ def _names(options: Options) -> tuple[str, ...]:
 
 
 def _agent(options: Options, names: tuple[str, ...], budgets: str) -> Agent:
-    """Return the agent with the sizes that the command line gave; the rest is FIELDS."""
+    """Return the agent with the sizes that the command line gave; the rest are those of FIELDS."""
     fields = {
         field.name: value
         for field in dataclasses.fields(options.engine)

@@ -19,8 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from lora_jax.adapters.formats import esft_format
-from serving.api.config import EngineConfig
-from serving.api.functions_config import check_names, check_options
+from serving.api.functions_config import check_options, checked_fields
 from serving.functions import jail
 from serving.functions.guard import Guard
 from serving.functions.handle import Function
@@ -38,13 +37,6 @@ from serving.functions.turns.keeper import TurnKeeper
 logger = logging.getLogger(__name__)
 
 _LOOK_S = 1.0  # between two looks for functions that nobody calls
-# Sizes of one function, where nothing else is asked for.
-FIELDS: dict[str, Any] = {
-    "max_loras": 1,
-    "structured_outputs": False,
-    "enable_prefix_caching": True,
-    "max_num_seqs": 16,
-}
 
 
 class Agent:
@@ -103,7 +95,7 @@ class Agent:
         check_processes(tenant_processes, isolation)
         self.model = str(Path(model).resolve())
         dtype = None if dtype == "auto" else dtype
-        self._fields = _checked_fields(self.model, dtype, fields)
+        self._fields = checked_fields(self.model, dtype, fields)
         most = DEFAULTS["max_tenants"] if max_tenants is None else max_tenants
         if isolation != "process":
             self._fields["max_loras"] = most
@@ -335,19 +327,6 @@ class Agent:
         """Close a process' connection; return when its memory is free."""
         connection.close()
         self._ends.wait([connection])
-
-
-def _checked_fields(model: str, dtype: str | None, fields: dict[str, Any]) -> dict[str, Any]:
-    """Return the fields of EngineConfig that all functions have; nothing is loaded yet.
-
-    Raises ValueError for a folder without a model, and for a field or a value that is none.
-    """
-    if not Path(model, "config.json").is_file():
-        raise ValueError(f"Cannot share {model}: there is no config.json.")
-    check_names(fields)
-    checked = FIELDS | fields | ({} if dtype is None else {"dtype": dtype})
-    EngineConfig(model, **checked)
-    return checked
 
 
 def _followed(folder: str | None) -> str | None:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from serving.api.functions_config import FunctionsConfig, check_options
+from serving.api.functions_config import FIELDS, FunctionsConfig, check_options, checked_fields
 
 AGENT = dict.fromkeys(("keep_alive_s", "memory_bytes", "ttft_slo_s", "max_tenants", "verify_s"))
 
@@ -62,3 +62,16 @@ def test_an_agent_s_options_are_named_as_they_were_given(option, message):
     check_options(AGENT | {"isolation": "process"})
     with pytest.raises(ValueError, match=message):
         check_options(AGENT | {"isolation": "process"} | option)
+
+
+def test_fields_of_all_functions_are_checked_before_anything_is_loaded(tmp_path):
+    with pytest.raises(ValueError, match=r"^Cannot share .*: there is no config\.json"):
+        checked_fields(str(tmp_path), None, {})
+    (tmp_path / "config.json").write_text("{}")
+    assert checked_fields(str(tmp_path), None, {}) == FIELDS
+    given = {"max_loras": 3, "dtype": "float32"}
+    assert checked_fields(str(tmp_path), "float32", {"max_loras": 3}) == FIELDS | given
+    with pytest.raises(ValueError, match=r"^'max_lora' is no field .* mean 'max_loras'"):
+        checked_fields(str(tmp_path), None, {"max_lora": 3})
+    with pytest.raises(ValueError, match="max_num_seqs"):
+        checked_fields(str(tmp_path), None, {"max_num_seqs": 0})
