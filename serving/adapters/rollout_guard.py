@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 _LEAST_REQUESTS = 20  # where a guard does not say how many
@@ -36,6 +36,10 @@ class Outcome:
     ttft_s: float | None = None
     logprob_sum: float = 0.0
     num_logprobs: int = 0
+
+
+# Called with the adapter, the outcome and the digest of the files that answered.
+Finished = Callable[[str | None, Outcome, str | None], None]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -61,7 +61,8 @@ class Rollouts:
         self._lock = threading.RLock()  # of changes and of the file, held while it is written
         self._count_lock = threading.Lock()  # of the counts, held for moments
         self._states: Mapping[str, Rollout] = {}  # replaced as a whole
-        self._counts: dict[tuple[str, str], tuple[int, Outcomes]] = {}  # with their revision
+        # By name and version, with the revision and the digest that they are of.
+        self._counts: dict[tuple[str, str], tuple[int, str | None, Outcomes]] = {}
         self._judged: set[tuple[str, int]] = set()  # name and revision that a guard has acted on
         self._folder: Path | None = None
         self._mark: tuple[int, int, int] | None = None  # of the file that was read
@@ -136,16 +137,24 @@ class Rollouts:
                 f"{full_name!r} has {share:g}% of {name!r}; give it to another version first."
             )
 
-    def finished(self, full_name: str | None, outcome: Outcome) -> None:
-        """Count the end of a request of a version; where that breaks a guard, it is rolled back."""
+    def finished(self, full_name: str | None, outcome: Outcome, digest: str | None = None) -> None:
+        """Count the end of a request of a version; where that breaks a guard, it is rolled back.
+
+        `digest` is that of the files that answered: a version that was loaded again in place, with
+        others, is counted anew.
+        """
         name, version = split(full_name or "")
         state = self._states.get(name)
         if version is None or state is None or version not in state.now.buckets:
             return
+        files = self._registry.digest_of(joined(name, version))
+        if digest is not None and files is not None and digest != files:
+            return  # of files from before
         with self._count_lock:
-            revision, seen = self._counts.get((name, version), (0, Outcomes()))
-            seen = (seen if revision == state.revision else Outcomes()).plus(outcome)
-            self._counts[name, version] = state.revision, seen
+            revision, counted, seen = self._counts.get((name, version), (0, None, Outcomes()))
+            is_same = (revision, counted) == (state.revision, files)
+            seen = (seen if is_same else Outcomes()).plus(outcome)
+            self._counts[name, version] = state.revision, files, seen
             guard = state.now.guard if version == state.now.newest else None
             why = None if guard is None else broken(guard, seen)
             if why is None or (name, state.revision) in self._judged:
@@ -234,11 +243,12 @@ class Rollouts:
         return self._current()
 
     def seen(self, name: str) -> dict[str, Outcomes]:
-        """Return what this process has seen of each version since the last change."""
+        """Return what this process has seen of each version's files since the last change."""
         state = self.state(name)
+        files = {v: self._registry.digest_of(joined(name, v)) for v in state.now.buckets}
         with self._count_lock:
-            counts = {v: self._counts.get((name, v), (0, Outcomes())) for v in state.now.buckets}
-        return {v: seen for v, (revision, seen) in counts.items() if revision == state.revision}
+            counts = {v: self._counts[name, v] for v in files if (name, v) in self._counts}
+        return {v: c[2] for v, c in counts.items() if c[:2] == (state.revision, files[v])}
 
     def lacking(self) -> dict[str, float]:
         """Return the full names of versions that have a share and are not loaded, with percent."""

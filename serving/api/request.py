@@ -307,12 +307,18 @@ class SequenceResult(NamedTuple):
 
 
 class Failure(NamedTuple):
-    """A sequence that ends with an error, and why; the flags are those of `OutputDelta`."""
+    """A sequence that ends with an error, and why; two flags are those of `OutputDelta`."""
 
     sequence: Sequence
     why: str
     retryable: bool = False
     bad_request: bool = False
+    of_server: bool = False  # it says nothing of the adapter
+
+    @property
+    def flags(self) -> dict[str, bool]:
+        """The flags by name."""
+        return dict(zip(self._fields[2:], self[2:], strict=True))
 
 
 class Progress(NamedTuple):

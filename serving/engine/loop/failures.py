@@ -34,7 +34,7 @@ def of_late_masks(plan: StepPlan) -> list[Failure]:
     ]
     live = [s for s in bound if s.state is not SequenceState.FINISHED and not s.num_discarded]
     logger.warning("Token masks came more than 20 s late: %d sequences end.", len(live))
-    return [Failure(sequence, _LATE_MASKS, retryable=True) for sequence in live]
+    return [Failure(sequence, _LATE_MASKS, retryable=True, of_server=True) for sequence in live]
 
 
 def of_lost_server(
@@ -47,7 +47,12 @@ def of_lost_server(
     servable = residencies.servable_here(lost)
     restarted = scheduler.restart_adapters(servable) if servable else []
     return [
-        Failure(one, _SERVER_FAILED.format(name=one.request.adapter), retryable=True)
+        Failure(
+            one,
+            _SERVER_FAILED.format(name=one.request.adapter),
+            retryable=True,
+            of_server=True,
+        )
         for one in [*restarted, *scheduler.fail_adapters(lost - servable)]
     ]
 

@@ -35,6 +35,7 @@ class LiveRequest:
         self._first_token_s: float | None = None
         self._counted = False  # whether the metrics know of the prompt
         self._is_bad_request = False  # of a choice that ended with an error
+        self._is_of_server = False  # so too
 
     @property
     def done(self) -> bool:
@@ -89,14 +90,19 @@ class LiveRequest:
         *,
         retryable: bool = False,
         bad_request: bool = False,
+        of_server: bool = False,
     ) -> None:
-        """Send the last delta of a choice that ends from outside; ended ones stay as they are."""
+        """Send the last delta of a choice that ends from outside; ended ones stay as they are.
+
+        An error `of_server` says nothing of the adapter: there was no room, or no LoRA Server.
+        """
         choice = self._choices[sequence.index]
         if choice.finish_reason is not None:
             return
         choice.finish_reason = reason  # first: a callback that raises must not be called again
         self._num_open -= 1
         self._is_bad_request |= bad_request
+        self._is_of_server |= of_server
         delta = choice.last_delta(reason, error, retryable)
         self.request.on_output(delta._replace(bad_request=bad_request))
 
@@ -118,6 +124,7 @@ class LiveRequest:
             preemptions=sum(s.num_preemptions for s in sequences),
             tier=self.request.tier,
             bad_request=self._is_bad_request,
+            of_server=self._is_of_server,
             by_head=self.request.head is not None,
             logprob_sum=sum(choice.logprob_sum for choice in self._choices),
             num_logprobs=sum(choice.num_logprobs for choice in self._choices),

@@ -6,9 +6,8 @@ A caller whose callback raises loses its own request and no other.
 import logging
 import threading
 import time
-from collections.abc import Callable
 
-from serving.adapters.rollout_guard import Outcome
+from serving.adapters.rollout_guard import Finished
 from serving.api.request import FinishReason, Request, Sequence
 from serving.engine.loop.live_request import LiveRequest
 from serving.engine.metrics.metrics import EngineMetrics
@@ -34,11 +33,11 @@ class LiveRequests:
         scheduler: Scheduler,
         residencies: Residencies,
         metrics: EngineMetrics,
-        finished: Callable[[str | None, Outcome], None],
+        finished: Finished,
         traces: Traces | None = None,
     ):
-        """`finished` is told the adapter and the outcome of each request that counts as one,
-        `traces` every request.
+        """`finished` is told the adapter, the outcome and the digest of the files of each request
+        that counts as one, `traces` every request.
         """
         self._traces = traces
         self._lock, self._scheduler, self._residencies = lock, scheduler, residencies
@@ -82,6 +81,7 @@ class LiveRequests:
         *,
         retryable: bool = False,
         bad_request: bool = False,
+        of_server: bool = False,
     ) -> None:
         """Tell the caller that a sequence, already finished for the scheduler, has ended."""
         if (live := self._of(sequence)) is None:
@@ -89,7 +89,8 @@ class LiveRequests:
         if live.unfinished() == [sequence]:
             self._release(live)
         try:
-            live.end(sequence, reason, error, retryable=retryable, bad_request=bad_request)
+            kind = {"retryable": retryable, "bad_request": bad_request, "of_server": of_server}
+            live.end(sequence, reason, error, **kind)
         except Exception:
             logger.exception("Request %s failed.", live.request.request_id)
             self._fail(live, _NO_OUTPUT)
@@ -161,4 +162,4 @@ class LiveRequests:
             self._traces.ended(live.request, summary)
         outcome = summary.outcome()
         if outcome is not None:
-            self._finished(summary.adapter, outcome)
+            self._finished(summary.adapter, outcome, live.request.adapter_digest)

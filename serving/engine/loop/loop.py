@@ -256,7 +256,7 @@ class EngineLoop:
             self._live.end(sequence, FinishReason.ABORT)
         for sequence in planned.expired:
             message = failures.ADAPTER_WAIT.format(name=sequence.request.adapter)
-            self._live.end(sequence, FinishReason.ERROR, message, retryable=True)
+            self._live.end(sequence, FinishReason.ERROR, message, retryable=True, of_server=True)
 
     def _fail(self, failed: Iterable[failures.Failure]) -> None:
         """End sequences, of which callers are told with the next tokens; under the lock."""
@@ -391,8 +391,7 @@ class EngineLoop:
         """Tell callers what failed, and give the others their tokens."""
         untold, self._untold = self._untold, []
         for one in untold:
-            kind = {"retryable": one.retryable, "bad_request": one.bad_request}
-            self._live.end(one.sequence, FinishReason.ERROR, one.why, **kind)
+            self._live.end(one.sequence, FinishReason.ERROR, one.why, **one.flags)
         num_generated, now = 0, time.monotonic()
         for one in progress:
             num_generated += one.result.token_id is not None

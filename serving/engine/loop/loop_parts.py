@@ -7,7 +7,7 @@ from collections.abc import Sequence as SequenceOf
 from typing import Protocol
 
 from lora_jax.adapters.registry import AdapterRegistry
-from serving.adapters.rollout_guard import Outcome
+from serving.adapters.rollout_guard import Finished
 from serving.engine.metrics.metrics import EngineMetrics
 from serving.engine.metrics.traces import Traces
 from serving.loading.compositions import Compositions
@@ -77,7 +77,7 @@ class LoopParts:
     compilations: CompileCounter
     grammars: Grammars
     chunks_per_step: int
-    finished: Callable[[str | None, Outcome], None] = lambda adapter, outcome: None
+    finished: Finished = lambda adapter, outcome, digest: None
     compositions: Compositions | None = None
     traces: Traces | None = None
     turns: AbstractTurns | None = None

@@ -37,6 +37,7 @@ class FinishedRequest:
     num_logprobs: int = 0
     tier: str = ""  # where the adapter was when the request was queued
     bad_request: bool = False  # an error of the request alone
+    of_server: bool = False  # an error that says nothing of the adapter
     by_head: bool = False  # a task head answers, which gives no token
 
     @property
@@ -50,9 +51,10 @@ class FinishedRequest:
     def outcome(self) -> Outcome | None:
         """Return what a rollout's guard looks at.
 
-        None for a request that its client ended, or that no version could have answered.
+        None for a request that its client ended, or that no version could have answered: the
+        request or the server is why, as where all adapter slots were taken.
         """
-        if "abort" in self.reasons or self.bad_request:
+        if "abort" in self.reasons or self.bad_request or self.of_server:
             return None
         return Outcome(
             failed="error" in self.reasons,

@@ -34,6 +34,11 @@ class AdapterNames:
         known = self.evicted | self.entries
         return [known[name] for name in sorted(known)]
 
+    def digest_of(self, name: str) -> str | None:
+        """Return the digest of what a name stands for; None: for nothing."""
+        known = self.entries.get(name) or self.evicted.get(name)
+        return None if known is None else known.digest
+
     def knows_digest(self, digest: str) -> bool:
         """Return whether a name stands for these weights, evicted or not."""
         return digest in self._num_names

@@ -41,19 +41,8 @@ from lora_jax.adapters.registry_errors import (
 from lora_jax.adapters.versions import NAME, check_name, is_of
 from lora_jax.adapters.weights import AnyWeights
 
-__all__ = [
-    "AdapterEntry",
-    "AdapterExists",
-    "AdapterNotFound",
-    "AdapterRegistry",
-    "AdapterRejected",
-    "EvictedAdapter",
-    "HostFull",
-    "HostShare",
-    "Recorded",
-    "RegistryBusy",
-    "RegistryLimits",
-]
+__all__ = ["AdapterEntry", "AdapterExists", "AdapterNotFound", "AdapterRegistry", "AdapterRejected"]
+__all__ += ["EvictedAdapter", "HostFull", "HostShare", "Recorded", "RegistryBusy", "RegistryLimits"]
 
 Recorded = Callable[[AdapterEntry], contextlib.AbstractContextManager[object]]
 
@@ -261,6 +250,11 @@ class AdapterRegistry:
         """Return whether the name stands for an adapter, evicted or not."""
         with self._lock:
             return name in self._names
+
+    def digest_of(self, name: str) -> str | None:
+        """Return the digest of what the name stands for, evicted or not; None: for nothing."""
+        with self._lock:
+            return self._names.digest_of(name)
 
     def knows_digest(self, digest: str) -> bool:
         """Return whether a name stands for these weights, evicted or not."""

@@ -168,6 +168,9 @@ class FakeRegistry:
     def knows(self, name: str) -> bool:
         return name in self._entries
 
+    def digest_of(self, name: str) -> str | None:
+        return self._entries[name].digest if name in self._entries else None
+
     def entries(self) -> tuple[FakeEntry, ...]:
         return tuple(self._entries[name] for name in sorted(self._entries))
 

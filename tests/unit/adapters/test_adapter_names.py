@@ -27,6 +27,7 @@ def test_a_name_is_in_memory_then_evicted_then_nothing(names):
     assert names.use("a") is None
     assert [known.digest for known in names.known()] == ["da"]
     assert names.knows_digest("da")
+    assert names.digest_of("a") == "da"
     assert [name for name, _ in names.take_changes()] == ["a"]
     assert names.forget("a").digest == "da"
     assert "a" not in names

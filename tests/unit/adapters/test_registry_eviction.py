@@ -154,9 +154,11 @@ def test_an_evicted_name_can_be_unloaded(big_root):
     names = two(big_root)
     sql, *_ = (names.resolve(name).digest for name in ("sql", "law", "med"))
     assert names.knows_digest(sql)
+    assert names.digest_of("sql") == sql  # as before it was evicted
     assert names.unload("sql").name == "sql"
     assert not names.knows("sql")
     assert not names.knows_digest(sql)
+    assert names.digest_of("sql") is None
 
 
 def test_an_unload_holds_for_a_name_that_is_being_read_again(big_root):

@@ -249,3 +249,23 @@ def test_a_busy_registry_is_no_failure_of_a_version(made, registry, monkeypatch)
     with pytest.raises(RegistryBusy):
         made.resolve("sql@v1")
     assert all(seen.errors == 0 for seen in made.seen("sql").values())
+
+
+def test_new_files_under_a_version_are_counted_anew_and_answers_of_the_old_ones_not(made, registry):
+    made.set("sql", {"v1": 95, "v2": 5}, {"error_rate": 0.5, "min_requests": 10})
+    old = registry.digest_of("sql@v2")
+    for _ in range(4):
+        made.finished("sql@v2", Outcome(failed=True), old)
+    made.finished("sql@v1", Outcome(), registry.digest_of("sql@v1"))
+    assert made.seen("sql")["v2"].errors == 4
+    registry.load("sql@v2", "two", replace=True)  # the same files
+    assert made.seen("sql")["v2"].errors == 4
+    registry.load("sql@v2", "three", replace=True)
+    assert {version: seen.requests for version, seen in made.seen("sql").items()} == {"v1": 1}
+    for _ in range(4):
+        made.finished("sql@v2", Outcome(failed=True), old)  # was under way on the old files
+    assert "v2" not in made.seen("sql")
+    made.finished("sql@v2", Outcome(failed=True), registry.digest_of("sql@v2"))
+    made.finished("sql@v2", Outcome(), registry.digest_of("sql@v2"))
+    assert (made.seen("sql")["v2"].requests, made.seen("sql")["v2"].errors) == (2, 1)
+    assert shares(made) == {"v1": 95, "v2": 5}

@@ -134,15 +134,16 @@ def test_an_end_from_outside_gives_what_was_held_back_once(tokenizer):
     assert case.live.done
 
 
-@pytest.mark.parametrize("bad_request", [False, True])
-def test_an_error_that_the_request_asked_for_is_no_outcome_of_its_adapter(tokenizer, bad_request):
+@pytest.mark.parametrize("flag", ["retryable", "bad_request", "of_server"])
+def test_an_error_of_the_request_or_the_server_is_no_outcome_of_its_adapter(tokenizer, flag):
+    """As where the request asked for it, or where all adapter slots were taken."""
     case = Case(tokenizer, Sampling())
     case.say("a")
-    case.live.end(case.sequences[0], FinishReason.ERROR, "why", bad_request=bad_request)
-    assert case.deltas[-1].bad_request is bad_request
+    case.live.end(case.sequences[0], FinishReason.ERROR, "why", **{flag: True})
+    assert case.deltas[-1].bad_request is (flag == "bad_request")
     outcome = case.live.summary(9.0).outcome()
-    assert (outcome is None) is bad_request
-    assert bad_request or outcome.failed
+    assert (outcome is None) is (flag != "retryable")
+    assert outcome is None or outcome.failed
 
 
 def test_times_and_counts_reach_the_metrics(tokenizer):

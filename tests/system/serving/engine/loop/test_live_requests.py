@@ -25,7 +25,7 @@ class Live:
             ending(self, self.sequence, True)
         self.on_told()
 
-    def end(self, sequence, reason, error, *, retryable, bad_request=False):
+    def end(self, sequence, reason, error, *, retryable, bad_request=False, of_server=False):
         self.told.append((reason, error, retryable))
         self.done = True
         self.on_told()
@@ -60,7 +60,7 @@ class Books:
             threading.Lock(), self.scheduler, self.residencies, self.metrics, self.finished
         )
 
-    def finished(self, adapter, outcome):
+    def finished(self, adapter, outcome, digest):
         self.done.append(outcome)
 
     def add(self, *args):
