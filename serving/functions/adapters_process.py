@@ -109,7 +109,9 @@ def run(connection: Any, order: dict[str, Any], private_bytes: Callable[[], int]
             _take_gpu(order["gpu"])
         adapters = Adapters(order)
     except _REFUSALS as error:
-        send_header(connection, {"error": f"The process of all adapters cannot start: {error}"})
+        text = f"The process of all adapters cannot start: {error}"
+        of_device = isinstance(error, jax.errors.JaxRuntimeError)  # such as memory of others yet
+        send_header(connection, {"error": text} | ({"retryable": True} if of_device else {}))
         return
     about = {"start_s": time.monotonic() - start, "private_bytes": private_bytes()}
     send_header(connection, {"ready": True, **about, "device": str(jax.local_devices()[0])})

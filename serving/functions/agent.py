@@ -195,7 +195,7 @@ class Agent:
         where it was closed. If the folder is a link that leads elsewhere by now, the function's
         process ends once no call is under way; the next one reads the new folder.
         Raises ValueError for an adapter that cannot be served, and for a name that another
-        adapter's function has.
+        adapter's function has; DeviceFull where there is no room for its process or adapter now.
         """
         if not isinstance(name, str | None):
             raise TypeError(f"The name of a function must be a str, got {name!r}.")

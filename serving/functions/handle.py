@@ -13,7 +13,7 @@ from typing import Any
 from serving.api.outputs import BadRequest, RequestFailed, RequestOutput
 from serving.api.sampling import Sampling
 from serving.engine.inputs.generate_arguments import Prompt, as_list, broadcast, given_prompt
-from serving.functions.messages import error_of, output_of, sampling_fields
+from serving.functions.messages import DeviceFull, error_of, output_of, sampling_fields
 from serving.functions.policies.predict import Arrivals
 from serving.functions.running import Running
 from serving.functions.tenants import Tenant
@@ -31,10 +31,6 @@ class FunctionDied(ConnectionError):
 
 class FunctionRefused(ConnectionError):
     """The function cannot run: its adapter or its sizes are not acceptable. The text says why."""
-
-
-class DeviceFull(ConnectionError):
-    """There is no room for a process now; a later call tries again."""
 
 
 class Function:

@@ -15,15 +15,21 @@ from serving.http.settings import HttpSettings
 _OF_REQUESTS = (BadRequest, ValueError, TypeError, KeyError)  # the first that fits is sent
 
 
+class DeviceFull(ConnectionError):
+    """There is no room for a process or an adapter now; a later call tries again."""
+
+
 def error_fields(error: Exception) -> dict[str, Any]:
     """Return what an agent is told of a call that failed."""
+    is_lost = isinstance(error, ConnectionError)  # of this process and a third one
     is_busy = hasattr(error, "retry_after_s")  # QueueFull, and an AdapterRejected for want of room
     kinds = (kind.__name__ for kind in _OF_REQUESTS if isinstance(error, kind) and not is_busy)
     kind = next(kinds, type(error).__name__)
     return {
         "error": kind,
         "text": str(error),
-        "retryable": is_busy or getattr(error, "retryable", False),
+        "busy": is_busy,
+        "retryable": is_lost or is_busy or getattr(error, "retryable", False),
     }
 
 
@@ -33,6 +39,23 @@ def error_of(fields: dict[str, Any]) -> Exception:
     if (kind := kinds.get(fields["error"])) is not None:
         return kind(fields["text"])
     return RequestFailed(fields["text"], retryable=fields["retryable"])
+
+
+def value_of_start(name: str, process: str, answer: dict[str, Any] | None) -> Any:
+    """Return the value of a process' answer to a call that is part of a function's start.
+
+    `process` is a text for errors; `answer` is None where that process had ended before. Raises
+    ValueError where another try ends the same way, DeviceFull where there is no room now, another
+    ConnectionError where another try may do.
+    """
+    if answer is None or answer.get("error") == "FunctionDied":
+        raise ConnectionError(f"{process} ended while a function started.")
+    if "error" in answer:
+        text = f"Function {name!r} cannot start: {answer['text']}"
+        if answer.get("busy"):
+            raise DeviceFull(text)
+        raise ConnectionError(text) if answer.get("retryable") else ValueError(text)
+    return answer["value"]
 
 
 def sampling_fields(sampling: Sampling) -> dict[str, Any]:

@@ -3,9 +3,11 @@
 Isolation `server` on GPUs: the engine is on one GPU, this process on the next one. No jax.
 """
 
+import contextlib
 import itertools
 import logging
 import os
+import queue
 import shutil
 import socket
 import tempfile
@@ -15,6 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from serving.functions.messages import DeviceFull, value_of_start
 from serving.functions.running import Running
 from serving.runtime.visible_gpus import VISIBLE, count_visible
 
@@ -23,8 +26,10 @@ logger = logging.getLogger(__name__)
 Launch = Callable[..., tuple[socket.socket, int, dict[str, Any]]]
 EACH, ONE = "each", "one"
 TENANT_PROCESSES = EACH, ONE  # a process for each adapter, or one for all
-_LOAD_S = 120.0  # to read an adapter and to write it to the device
+_LOAD_S = 120.0  # to read an adapter and to write it to the device, which is done one by one
 _PLACE_S = 2.0  # for an adapter that has left to be out of all steps
+_NAME = "The process of all adapters"
+_CLOSED = "The agent is closed."
 _GPU = 1  # among those of the agent; the engine has the first one
 
 
@@ -51,6 +56,8 @@ class SharedAdapters:
         self._starting = threading.Lock()
         self._places = threading.Condition()
         self._taken: dict[int, int] = {}  # numbers by place
+        self._loaded: set[int] = set()  # those that the process has read
+        self._heard = 0.0  # when it last answered a load, of time.monotonic
         self._rounds = itertools.count()
         self._process: Running | None = None
         self._connection: socket.socket | None = None
@@ -71,16 +78,18 @@ class SharedAdapters:
     def load(self, name: str, folder: str, sizes: dict[str, Any]) -> Loaded:
         """Have the process hold an adapter; `sizes` are the engine's, for a process to begin with.
 
-        Raises ValueError for an adapter that cannot be served, ConnectionError where the process
-        ends.
+        Raises ValueError for an adapter that cannot be served, DeviceFull where it has no place
+        now, and another ConnectionError where the process ends, or reads nothing for _LOAD_S.
         """
         process, life = self._running(sizes)
         number = self._take_number()
         try:
-            answers = process.send(
-                {"call": "load", "number": number, "name": name, "folder": folder}
-            )
-            report = _value(name, None if answers is None else answers.get(timeout=_LOAD_S))
+            call = {"call": "load", "number": number, "name": name, "folder": folder}
+            answer = self._answer_to_load(name, process, process.send(call))
+            report = value_of_start(name, _NAME, answer)
+            with self._places:
+                if self._taken.get(number % self._most) == number:
+                    self._loaded.add(number)
         except BaseException:
             self.free(number)
             raise
@@ -95,6 +104,7 @@ class SharedAdapters:
             if (process := self.process) is not None:
                 process.send({"call": "unload", "number": number})
             del self._taken[place]
+            self._loaded.discard(number)
             self._places.notify_all()
 
     def stop(self) -> None:
@@ -108,11 +118,36 @@ class SharedAdapters:
         self.stop()
         shutil.rmtree(self._folder, ignore_errors=True)
 
+    def _answer_to_load(
+        self, name: str, process: Running, answers: "queue.SimpleQueue[dict[str, Any]] | None"
+    ) -> dict[str, Any] | None:
+        """Return the process' answer; None: it had ended before. Raises ConnectionError.
+
+        The time counts from its last answer: loads wait for those before them.
+        """
+        if answers is None:
+            return None
+        asked = time.monotonic()
+        while (left := max(asked, self._heard) + _LOAD_S - time.monotonic()) > 0:
+            with contextlib.suppress(queue.Empty):
+                answer = answers.get(timeout=left)
+                self._heard = time.monotonic()
+                return answer
+        with self._places:
+            serves = bool(self._loaded)
+        if not serves:  # else calls of the others would end; they find out whether it hangs
+            process.close()
+        ends = f" If that lasts, end process {process.pid}: it is started again." if serves else ""
+        raise ConnectionError(
+            f"{_NAME} (pid {process.pid}) did not load {name!r} within {_LOAD_S:g} s: see that its "
+            f"folder can be read, and try again.{ends}"
+        )
+
     def _running(self, sizes: dict[str, Any]) -> tuple[Running, int]:
         with self._starting:
             if self._process is None or self._process.ended:
                 if self._closed or self._launch is None:
-                    raise ConnectionError("The agent is closed.")
+                    raise ConnectionError(_CLOSED)
                 if self._connection is not None:
                     self._end(self._connection)  # it listened at the same address
                 order = {"shared": True, "name": "adapters", "adapter": None, "gpu": _GPU}
@@ -124,11 +159,15 @@ class SharedAdapters:
                 logger.info("Process %d holds all adapters (%s, %.1f s).", pid, where, took)
                 with self._places:
                     self._taken.clear()
+                    self._loaded.clear()
                 self._process, self._life = Running(*made), self._life + 1
                 args = (self._process,)
                 threading.Thread(
                     target=self._watch, args=args, name="adapters", daemon=True
                 ).start()
+                if self._closed:  # meanwhile, when there was nothing to end
+                    self.stop()
+                    raise ConnectionError(_CLOSED)
             return self._process, self._life
 
     def _watch(self, process: Running) -> None:
@@ -136,26 +175,17 @@ class SharedAdapters:
         self._on_end(process)
 
     def _take_number(self) -> int:
-        """Return a new number. Raises ValueError: as many adapters are there as may be."""
+        """Return a new number. Raises DeviceFull: as many adapters are there as may be."""
         places = range(self._most)
         with self._places:
             if not self._places.wait_for(lambda: len(self._taken) < self._most, _PLACE_S):
-                raise ValueError(
-                    f"All {self._most} places of the process of all adapters are taken; close a "
-                    "function, or start with a larger max_tenants."
+                raise DeviceFull(
+                    f"All {self._most} places of the process of all adapters are taken: try again "
+                    "when a function has ended, close one, or start with a larger max_tenants."
                 )
             place = next(place for place in places if place not in self._taken)
             number = self._taken[place] = place + self._most * next(self._rounds)
             return number
-
-
-def _value(name: str, answer: dict[str, Any] | None) -> Any:
-    """Return what the process has answered; see SharedAdapters.load for the errors."""
-    if answer is None or answer.get("error") == "FunctionDied":
-        raise ConnectionError("The process of all adapters ended while a function started.")
-    if "error" in answer:
-        raise ValueError(f"Function {name!r} cannot start: {answer['text']}")
-    return answer["value"]
 
 
 def check_processes(tenant_processes: str | None, isolation: str) -> None:

@@ -19,6 +19,7 @@ from collections.abc import Callable
 from typing import Any
 
 from lora_jax.memory.wire import close_all, receive_fds
+from serving.functions.messages import value_of_start
 from serving.functions.running import Running
 from serving.functions.shared_adapters import SharedAdapters
 
@@ -56,8 +57,8 @@ class Tenants:
     def start(self, name: str, folder: str | None) -> "Tenant":
         """Return the process of an adapter, taken in by the engine; of the base the engine alone.
 
-        Raises ValueError for an adapter that cannot be served, ConnectionError where one of the
-        processes ends.
+        Raises ValueError for an adapter that cannot be served, DeviceFull where there is no room
+        for it now, and another ConnectionError where one of the processes ends.
         """
         engine = self._running_engine()
         if folder is None:
@@ -96,6 +97,8 @@ class Tenants:
             call = {"call": "sit", "name": name, "report": report, "epoch": epoch}
             _taken_in(name, engine.send(call | {"number": number, "life": life}))
         except BaseException:
+            # The engine may take it in yet, after this call has been given up.
+            engine.send({"call": "leave", "name": name, "epoch": epoch})
             shared.free(number)
             raise
         about = {"max_model_len": engine.about["max_model_len"], "attach_s": 0.0, "fork_s": 0.0}
@@ -281,13 +284,8 @@ class Tenant:
 
 def _taken_in(name: str, answers: "queue.SimpleQueue[dict[str, Any]] | None") -> None:
     """Return when the engine has taken a tenant in. Raises as `Tenants.start`."""
-    if answers is None:
-        raise ConnectionError("The engine of the backbone ended while a function started.")
     try:
-        answer = answers.get(timeout=_SIT_S)
+        answer = None if answers is None else answers.get(timeout=_SIT_S)
     except queue.Empty:
         raise ConnectionError(f"The engine did not take {name!r} in within {_SIT_S} s.") from None
-    if answer.get("error") == "FunctionDied":
-        raise ConnectionError("The engine of the backbone ended while a function started.")
-    if "error" in answer:
-        raise ValueError(f"Function {name!r} cannot start: {answer['text']}")
+    value_of_start(name, "The engine of the backbone", answer)

@@ -38,6 +38,12 @@ _SEAT_BITS = 8
 MOST_TENANTS = 1 << _SEAT_BITS
 
 
+class SeatsTaken(ValueError):
+    """As many tenants are there as may be; another one may come when one has left."""
+
+    retry_after_s = 1.0
+
+
 class TenantLink:
     """Way of a compiled step to all tenants."""
 
@@ -117,22 +123,22 @@ class TenantSide:
     # Tenants come and go.
 
     def seat_of(self, name: str, digest: str) -> tuple[int, int]:
-        """Return a seat for the adapter and the last epoch there. Raises ValueError: all taken."""
+        """Return a seat for the adapter and the last epoch there. Raises SeatsTaken."""
         key, client = digest_of(name, digest), self.link.client
         with self._lock:
             self._left.discard(key)
             if key not in self._seats:
                 free = set(range(client.servers)) - {*self._seats.values()}
                 if not free:
-                    raise ValueError(
-                        f"All {client.servers} seats of this backbone are taken; close a function, "
-                        "or start with a larger max_tenants."
+                    raise SeatsTaken(
+                        f"All {client.servers} seats of this backbone are taken: try again when a "
+                        "function has ended, close one, or start with a larger max_tenants."
                     )
                 self._seats[key] = min(free)
             return self._seats[key], client.last_epoch(self._seats[key])
 
     def sit(self, name: str, report: AdapterReport, seat: Seat) -> None:
-        """Take an adapter's process in. Raises TransportError, and ValueError as `seat_of`.
+        """Take an adapter's process in. Raises TransportError, and SeatsTaken.
 
         The descriptors are closed, unless `seat_of` raises.
         """

@@ -10,7 +10,7 @@ from support.processes.server_process import ROOT
 from support.waiting import wait_until
 
 from serving import Engine, Sampling
-from serving.functions import Agent, FunctionDied, tenants
+from serving.functions import Agent, DeviceFull, FunctionDied, tenants
 
 MODEL = ROOT / "assets" / "tiny-moe"
 SIZES = {"max_num_seqs": 2, "max_model_len": 64, "max_num_batched_tokens": 8}
@@ -62,7 +62,7 @@ def test_answers_are_those_of_one_engine_with_the_adapters_in_it(agent, coupled)
         want = coupled | {"base": coupled[None]}
         assert list(pool.map(answer, names)) == [want[name] for name in names]
     assert functions["law"].pid == functions["summary"].pid != agent.engine.pid
-    with pytest.raises(ValueError, match="All 2 places of the process of all adapters"):
+    with pytest.raises(DeviceFull, match="All 2 places of the process of all adapters"):
         agent.function(MODEL / "adapters" / "translation")
 
 

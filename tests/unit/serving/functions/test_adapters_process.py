@@ -4,6 +4,7 @@ import os
 import socket
 import threading
 
+import jax
 import pytest
 from support.processes.server_process import ROOT
 
@@ -67,7 +68,21 @@ def test_a_start_that_fails_tells_the_reason():
     with ours, theirs:
         order = {"model": "/nowhere", "device": "cpu", "address": "/nowhere/socket", **SIZES}
         adapters_process.run(theirs, order, lambda: 0)
-        assert "process of all adapters cannot start" in receive_header(ours)["error"]
+        told = receive_header(ours)
+        assert "process of all adapters cannot start" in told["error"]
+        assert "retryable" not in told
+
+
+def test_a_start_that_fails_for_its_device_may_be_tried_again(monkeypatch):
+    def full(order):
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory")
+
+    monkeypatch.setattr(adapters_process, "Adapters", full)
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        adapters_process.run(theirs, {"device": "cpu"}, lambda: 0)
+        told = receive_header(ours)
+    assert ("out of memory" in told["error"], told["retryable"]) == (True, True)
 
 
 def test_on_a_gpu_it_takes_the_next_one_with_xlas_own_allocator(monkeypatch):

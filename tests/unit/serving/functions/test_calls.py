@@ -18,6 +18,7 @@ from serving.api.sampling import Sampling
 from serving.functions import calls as function_calls
 from serving.functions import rehearsal
 from serving.functions.calls import Calls
+from serving.lora_server.tenant_side import SeatsTaken
 
 NO_MEMORY = "RESOURCE_EXHAUSTED: out of memory"
 # Of an engine that sends traces: its function rehearses nothing, however long a test takes.
@@ -351,7 +352,7 @@ class Seats:
 
     def seat_of(self, name, digest):
         if name == "third":
-            raise ValueError("All 2 seats of this backbone are taken.")
+            raise SeatsTaken("All 2 seats of this backbone are taken.")
 
     def sit(self, name, report, seat):
         self.sat.append((name, seat.epoch))
@@ -375,7 +376,7 @@ def test_a_tenant_sits_where_there_is_a_seat_and_leaves_only_its_own(monkeypatch
         sit = {"call": "sit", "report": report, "epoch": 2}
         assert call([write] * 3, name="sql", **sit) == {"value": None}
         refused = call([write] * 3, name="third", **sit)
-        assert (refused["error"], "All 2 seats" in refused["text"]) == ("ValueError", True)
+        assert (refused["busy"], "All 2 seats" in refused["text"]) == (True, True)
         engine.full = True
         assert "no room for its rank" in call([write] * 3, name="big", **sit)["text"]
         call(call="leave", name="sql", epoch=1)

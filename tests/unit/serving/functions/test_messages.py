@@ -10,12 +10,14 @@ from serving.api.request import EngineDead, FinishReason, QueueFull, TokenLogpro
 from serving.api.sampling import Sampling
 from serving.api.structured_outputs import StructuredOutputs
 from serving.functions.messages import (
+    DeviceFull,
     error_fields,
     error_of,
     output_fields,
     output_of,
     sampling_fields,
     sampling_of,
+    value_of_start,
 )
 
 ENTRY = TokenLogprobs(7, -0.5, 1, {7: -0.5, 9: -1.25})
@@ -73,6 +75,7 @@ def test_answers_arrive_as_they_were():
         (RequestFailed("not finite"), RequestFailed, False),
         (QueueFull("Full.", 1.0), RequestFailed, True),
         (EngineDead("stopped"), RequestFailed, False),
+        (ConnectionError("no answer"), RequestFailed, True),
         (HostFull("Host memory is full.", 1.0), RequestFailed, True),
     ],
 )
@@ -81,3 +84,23 @@ def test_an_error_arrives_as_the_request_s_fault_or_the_server_s(error, kind, re
     assert type(arrived) is kind
     assert str(error) in str(arrived) or kind is KeyError
     assert getattr(arrived, "retryable", None) is retryable
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [
+        (AdapterRejected("rank 99"), ValueError),
+        (KeyError("folder"), ValueError),
+        (HostFull("Host memory is full."), DeviceFull),
+        (ConnectionError("no answer"), ConnectionError),
+        (None, ConnectionError),
+    ],
+)
+def test_a_start_that_fails_says_whether_another_try_may_do(error, kind):
+    answer = None if error is None else json.loads(json.dumps(error_fields(error)))
+    with pytest.raises(kind) as raised:
+        value_of_start("law", "The engine", answer)
+    assert type(raised.value) is kind
+    wanted = "The engine ended" if error is None else f"'law' cannot start: {error}"
+    assert wanted in str(raised.value)
+    assert value_of_start("law", "The engine", {"value": 7}) == 7

@@ -3,12 +3,15 @@
 import queue
 import socket
 import threading
+from types import SimpleNamespace
 
 import pytest
 from support.waiting import wait_until
 
 from lora_jax.memory.wire import receive_header, send_header
 from serving.functions import shared_adapters as module
+from serving.functions import tenants as tenants_module
+from serving.functions.messages import DeviceFull
 from serving.functions.shared_adapters import SharedAdapters, check_processes, shared_on
 from serving.functions.tenants import Tenants
 
@@ -23,9 +26,14 @@ class Processes:
         self.orders, self.calls = [], queue.SimpleQueue()
         self.ends: dict[str, socket.socket] = {}  # the last of each name
         self.all: list[socket.socket] = []
+        self.sit = {"value": None}  # the engine's answer to it; None: it gives none
+        self.starts = threading.Event()  # until then no process of adapters gets ready
+        self.starts.set()
 
     def launch(self, order, *, backbone=True, programs=None):
         self.orders.append(order)
+        if order["name"] == "adapters":
+            assert self.starts.wait(20)
         ours, theirs = socket.socketpair()
         self.ends[order["name"]] = theirs
         self.all.append(theirs)
@@ -43,7 +51,9 @@ class Processes:
                     answer = {"error": "ValueError", "text": "it is a task head"}
                 if call.get("name") == "kills":
                     connection.shutdown(socket.SHUT_RDWR)
-                if call["call"] != "hang":
+                if call["call"] == "sit":
+                    answer = self.sit
+                if answer is not None and "hang" not in (call["call"], call.get("folder")):
                     send_header(connection, {"id": call["id"], **answer})
                 if call["call"] == "leave":
                     send_header(connection, {"freed": 0})
@@ -82,7 +92,7 @@ def test_all_adapters_are_in_one_process_under_numbers_of_their_own(processes, t
     sits = [call["number"] for name, call in calls if call["call"] == "sit"]
     assert loads == sits
     assert len({number % 2 for number in loads}) == 2
-    with pytest.raises(ValueError, match=r"All 2 places .* larger max_tenants"):
+    with pytest.raises(DeviceFull, match=r"All 2 places .* larger max_tenants"):
         tenants.start("third", "/a/third")
 
 
@@ -110,6 +120,82 @@ def test_an_adapter_that_is_refused_takes_no_place(processes, tenants):
     with pytest.raises(ConnectionError, match="ended while a function started"):
         tenants.start("kills", "/a/kills")
     assert tenants.start("law", "/a/law").about["private_bytes"] == 12
+
+
+def test_a_load_without_an_answer_ends_a_process_that_holds_nothing_else(
+    processes, tenants, monkeypatch
+):
+    monkeypatch.setattr(module, "_LOAD_S", 0.05)
+    with pytest.raises(ConnectionError, match=r"\(pid 1\) did not load 'law' within 0.05 s: see"):
+        tenants.start("law", "hang")
+    wait_until(lambda: tenants._shared.process is None)
+    monkeypatch.setattr(module, "_LOAD_S", 20.0)
+    law = tenants.start("law", "/a/law")
+    monkeypatch.setattr(module, "_LOAD_S", 0.05)
+    with pytest.raises(ConnectionError, match=r"If that lasts, end process 1"):
+        tenants.start("summary", "hang")
+    assert tenants._shared.process is law.holder
+    assert len(tenants._shared._taken) == 1
+
+
+def test_the_time_of_a_load_counts_from_the_last_answer(tenants, monkeypatch):
+    """The process reads one adapter after the other."""
+    shared, process = tenants._shared, SimpleNamespace(pid=1)
+    now = iter([100.0, 101.0, 102.0, 103.0])
+    monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: next(now)))
+    waited = []
+
+    class Answers:
+        def get(self, timeout):
+            waited.append(timeout)
+            if len(waited) == 1:
+                shared._heard = 101.5  # another load was answered meanwhile
+                raise queue.Empty
+            return {"value": 1}
+
+    assert shared._answer_to_load("law", process, Answers()) == {"value": 1}
+    assert waited == [module._LOAD_S - 1.0, module._LOAD_S - 0.5]
+
+
+def test_an_engine_without_a_connection_to_the_process_may_be_asked_again(processes, tenants):
+    """It comes to a process that has just ended: no fault of the adapter."""
+    processes.sit = {"error": "TransportError", "text": "no answer", "retryable": True}
+    with pytest.raises(ConnectionError, match="'law' cannot start: no answer"):
+        tenants.start("law", "/a/law")
+    processes.sit = {"value": None}
+    assert not tenants.start("law", "/a/law").ended
+
+
+def test_an_engine_that_takes_an_adapter_in_too_late_lets_it_go(processes, tenants, monkeypatch):
+    monkeypatch.setattr(tenants_module, "_SIT_S", 0.05)
+    processes.sit = None
+    with pytest.raises(ConnectionError, match="did not take 'law' in"):
+        tenants.start("law", "/a/law")
+    calls = {}
+    while "leave" not in calls:
+        name, call = processes.calls.get(timeout=20)
+        calls[call["call"]] = (name, call.get("epoch"))
+    assert calls["sit"] == calls["leave"] == ("engine", 1)
+
+
+def test_a_process_that_starts_while_the_agent_closes_ends_too(processes, tenants):
+    processes.starts.clear()
+    told = queue.SimpleQueue()
+
+    def start():
+        try:
+            tenants.start("law", "/a/law")
+        except ConnectionError as error:
+            told.put(str(error))
+
+    thread = threading.Thread(target=start, daemon=True)
+    thread.start()
+    wait_until(lambda: len(processes.orders) == 2)
+    tenants.close()
+    processes.starts.set()
+    thread.join(20)
+    assert told.get(timeout=20) == "The agent is closed."
+    wait_until(lambda: tenants._shared.process is None)
 
 
 def test_a_place_is_free_when_the_engine_says_so(processes, tenants):
