@@ -9,17 +9,14 @@ import os
 import threading
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from lora_jax.adapters import reader
-from lora_jax.adapters.weights import AdapterWeights
-from lora_jax.hub_folder import folder_name
 from lora_jax.memory.wire import ShareError, receive_header, send_header
 from serving.functions.messages import error_fields
+from serving.lora_server.plain_adapter import read_plain
 from serving.lora_server.rank import RankSizes, ServerRank
 from serving.lora_server.server import RankServer
 from serving.lora_server.transport import selection
@@ -42,8 +39,7 @@ class Adapters:
     def __init__(self, order: dict[str, Any]):
         """Compile everything, and listen at the order's address. Raises as the device does."""
         self._layout = layout = WholeLayout(order["model"])
-        self._limits = reader.AdapterReadLimits(max_rank=order["max_rank"])
-        self._model = Path(order["model"])
+        self._model, self._max_rank = order["model"], order["max_rank"]
         sizes = RankSizes(
             order["max_tenants"], order["max_rank"], order["max_rows"], layerwise=False
         )
@@ -52,7 +48,7 @@ class Adapters:
         rank.warm_up()
         terms = layout.terms(order["max_rows"], order["dtype"], order["max_tenants"])
         open_server = lambda: selection.open_server(order["address"], terms, 0)  # noqa: E731
-        self.server = RankServer(rank, layout.layers, layout.catalogue, open_server, self._limits)
+        self.server = RankServer(rank, layout.layers, layout.catalogue, open_server)
         threading.Thread(target=self._run, name="adapters", daemon=True).start()
         self.server.open()
 
@@ -61,20 +57,8 @@ class Adapters:
 
         Raises ValueError for one that cannot be served so.
         """
-        config = self._layout.config
-        names = (folder_name(self._model), *([config.original] if config.original else []))
-        catalogue, options = self._layout.catalogue, {"base_names": names, "limits": self._limits}
-        weights = reader.read(Path(folder), catalogue, **options)
-        if not isinstance(weights, AdapterWeights) or weights.report.head is not None:
-            raise ValueError(
-                f"{name} is no plain LoRA adapter: isolation 'server' takes no ESFT adapter and no "
-                "task head; use isolation 'process'."
-            )
-        if weights.report.brings or weights.gains or weights.token_ids:
-            raise ValueError(
-                f"{name} brings {', '.join(weights.report.brings)} beside LoRA, which isolation "
-                "'server' does not compute; use isolation 'process'."
-            )
+        config, catalogue = self._layout.config, self._layout.catalogue
+        weights = read_plain(name, folder, self._model, config, catalogue, self._max_rank)
         self._layout.check(name, weights.report.modules)
         self.server.hold(number, weights)
         return weights.report.as_json()

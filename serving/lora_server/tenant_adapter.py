@@ -5,11 +5,10 @@ from pathlib import Path
 import jax.numpy as jnp
 import numpy as np
 
-from lora_jax.adapters import reader
 from lora_jax.adapters.weights import AdapterReport, AdapterWeights, SiteWeights
-from lora_jax.hub_folder import folder_name
 from lora_jax.models import model_class
 from lora_jax.models.loader import read_config
+from serving.lora_server.plain_adapter import read_plain
 from serving.lora_server.tenant_layout import TenantLayout
 from serving.lora_server.transport.shapes import Shapes
 from serving.lora_server.transport.tenants import MAP, TenantServer
@@ -33,19 +32,7 @@ def open_tenant(
     config = read_config(Path(model))
     catalogue = model_class(config.model_type).catalogue(config)
     layout = TenantLayout(catalogue)
-    limits = reader.AdapterReadLimits(max_rank=max_rank)
-    names = (folder_name(model), *([config.original] if config.original else []))
-    weights = reader.read(Path(folder), catalogue, base_names=names, limits=limits)
-    if not isinstance(weights, AdapterWeights) or weights.report.head is not None:
-        raise ValueError(
-            f"{Path(folder).name} is no plain LoRA adapter: isolation 'server' takes no ESFT "
-            "adapter and no task head; use isolation 'process'."
-        )
-    if weights.report.brings or weights.gains or weights.token_ids:
-        raise ValueError(
-            f"{Path(folder).name} brings {', '.join(weights.report.brings)} beside LoRA, which "
-            "isolation 'server' does not compute; use isolation 'process'."
-        )
+    weights = read_plain(Path(folder).name, folder, model, config, catalogue, max_rank)
     shapes = layout.shapes(max_rows, dtype)
     maps, keep = _maps(layout, shapes, weights)
     return TenantServer(shapes, maps, keep), weights.report

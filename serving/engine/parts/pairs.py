@@ -11,7 +11,7 @@ from serving.engine.memory.sizing import longest_wanted
 
 INT8 = "int8"  # lora_dtype
 OFF = "off"  # lora_merge
-GAINS = "enable_dora_and_bias"
+LABELS, GAINS = "max_lora_cls_labels", "enable_dora_and_bias"
 VOCABULARY = ("max_lora_trainable_tokens", "max_lora_modules_to_save")
 
 
@@ -29,8 +29,10 @@ def check_pairs(config: EngineConfig, model: ModelConfig, beside: Beside) -> Non
     """Raise ValueError naming options that do not go together, or are beyond the model."""
     has_server = beside.lora_server
     longest_wanted(config, model.max_positions)
+    if beside.tenants:
+        check_tenants(config)
     check_speculation(config, has_server=has_server)
-    check_storage(config, has_tenants=beside.tenants)
+    check_storage(config)
     check_page_pool(config, beside)
     if beside.several_hosts:
         check_hosts(config, model)
@@ -51,15 +53,28 @@ def check_speculation(config: EngineConfig, *, has_server: bool) -> None:
         )
 
 
-def check_storage(config: EngineConfig, *, has_tenants: bool) -> None:
+def check_tenants(config: EngineConfig) -> None:
+    """Raise ValueError for what an engine has no use for whose adapters are in other processes.
+
+    Those compute plain LoRA, in the dtype of the model, on all modules that an adapter changes.
+    """
+    refused = {
+        "speculative_config": config.speculation is not None,
+        f"lora_dtype {config.lora_dtype}": config.lora_dtype != "auto",
+        "lora_target_modules": config.lora_target_modules is not None,
+        **{name: bool(getattr(config, name)) for name in (LABELS, GAINS, *VOCABULARY)},
+    }
+    if wrong := [name for name, is_set in refused.items() if is_set]:
+        raise ValueError(
+            f"{', '.join(wrong)} does not go with isolation 'server', whose engine does not have "
+            "the adapters: leave it out, or use isolation 'process'."
+        )
+
+
+def check_storage(config: EngineConfig) -> None:
     """Raise ValueError for what adapters in 8 bits do not go with."""
     if config.lora_dtype != INT8:
         return
-    if has_tenants:
-        raise ValueError(
-            "A process that computes one function's adapter keeps it in the dtype of the model: "
-            "leave lora_dtype int8 out."
-        )
     if config.lora_merge != OFF or config.merge_adapter is not None:
         raise ValueError(
             "lora_merge and merge_adapter add adapters to the weights, and rows in 8 bits are not "
@@ -180,11 +195,6 @@ def check_targets(config: EngineConfig, beside: Beside) -> None:
     """Raise ValueError where modules were chosen of adapters that other processes hold."""
     if config.lora_target_modules is None:
         return
-    if beside.tenants:
-        raise ValueError(
-            "A process that computes one function's adapter takes all modules that it changes: "
-            "leave lora_target_modules out."
-        )
     if beside.lora_server:
         raise ValueError(
             "lora_target_modules is for adapters that the instances hold, and a LoRA Server "

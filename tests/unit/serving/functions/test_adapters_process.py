@@ -54,9 +54,12 @@ def test_it_holds_adapters_under_numbers_and_lets_them_go(process):
 
 
 def test_what_it_does_not_take_is_refused_by_name_and_it_goes_on(process):
-    for folder, why in (("esft/token-law", "is no plain LoRA adapter"), ("heads/intent", "head")):
+    for folder, why in (("esft/token-law", "no plain LoRA adapter"), ("heads/intent", "task head")):
         given = {"number": 4, "name": "other", "folder": str(MODEL / folder)}
-        assert why in process("load", **given)["text"]
+        text = process("load", **given)["text"]
+        assert text.startswith("other ")
+        assert why in text
+        assert text.endswith("use isolation 'process'.")
     assert "error" in process("load", number=4, name="nothing", folder="/nowhere")
     assert process("sing")["error"] == "KeyError"
     assert "value" in load(process, "law", 4)

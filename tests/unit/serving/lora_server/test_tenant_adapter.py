@@ -34,7 +34,7 @@ def test_what_a_tenant_does_not_compute_is_refused_by_name():
     esft = next((MODEL / "esft").iterdir())
     with pytest.raises(ValueError, match=f"{esft.name} is no plain LoRA.*'process'"):
         open_tenant(str(MODEL), str(esft), 16, 8, "float32")
-    with pytest.raises(ValueError, match="a task head of 11 labels"):
+    with pytest.raises(ValueError, match=r"intent has a task head: .*'process'"):
         open_tenant(str(MODEL), str(MODEL / "heads" / "intent"), 16, 8, "float32")
 
 

@@ -31,7 +31,6 @@ def check(fields, beside=ALONE, model=MIXTURE):
     ("fields", "beside", "words"),
     [
         ({"speculative_config": SPECULATIVE}, SERVER, "speculative_config is for engines that co"),
-        ({"lora_dtype": "int8"}, TENANTS, "in the dtype of the model: leave lora_dtype int8"),
         (
             {"lora_dtype": "int8", "lora_merge": "auto"},
             ALONE,
@@ -57,6 +56,34 @@ def check(fields, beside=ALONE, model=MIXTURE):
 def test_a_pair_is_refused(fields, beside, words):
     with pytest.raises(ValueError, match=words):
         check(fields, beside)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"speculative_config": SPECULATIVE},
+        {"lora_dtype": "int8"},
+        {"lora_target_modules": ("q_proj",)},
+        {"max_lora_cls_labels": 3},
+        {"enable_dora_and_bias": True},
+        {"max_lora_trainable_tokens": 4},
+        {"max_lora_modules_to_save": 1},
+    ],
+    ids=str,
+)
+def test_what_does_not_go_with_isolation_server_is_told_what_helps_there(fields):
+    (name,) = fields
+    words = f"^{name}.* does not go with isolation 'server'.* use isolation 'process'"
+    with pytest.raises(ValueError, match=words) as raised:
+        check(fields, TENANTS)
+    assert "LoRA Server" not in str(raised.value)
+    assert "instances" not in str(raised.value)
+
+
+def test_isolation_server_takes_what_no_adapter_has_a_part_in():
+    fields = {"kv_cache_dtype": "fp8", "kv_offloading_size": 1.0, "structured_outputs": True}
+    check(fields, TENANTS)
+    check({}, TENANTS, QUANTISED)
 
 
 def test_each_of_them_alone_is_taken():
