@@ -61,6 +61,8 @@ class Calls:
         self._connection, self._engine, self._arena = connection, engine, arena
         self._adapter, self._http, self._tenants = adapter, http, tenants
         self._sending = threading.Lock()
+        if tenants is not None:
+            tenants.on_lost = self._say_lost
         if isinstance(tenants, SharedSide):
             tenants.on_free = self._say_free
 
@@ -238,6 +240,14 @@ class Calls:
             raise
         tenants.sit(name, report, Seat(channel, bell, life, epoch))
         return digest_of(name, report.digest)
+
+    def _say_lost(self, name: str, epoch: int) -> None:
+        """Tell the agent of an adapter's process that hangs, or has ended.
+
+        Answers to HTTP do not pass the agent: of a process that hangs it learns by this alone.
+        """
+        with contextlib.suppress(OSError):  # the agent has gone
+            self._send({"lost": name, "epoch": epoch})
 
     def _say_free(self, number: int) -> None:
         """Tell the agent that no step has rows of an adapter that has left."""

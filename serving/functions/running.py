@@ -155,6 +155,12 @@ class Running:
             self._shut_down()
             return True
 
+    def give_up(self) -> None:
+        """Let the process end, and count it as ended from now on, not when `read` sees it."""
+        with self._lock:
+            self.ended = True
+            self._shut_down()
+
     def _shut_down(self) -> None:
         with contextlib.suppress(OSError):
             self._connection.shutdown(socket.SHUT_RDWR)
@@ -193,6 +199,8 @@ class Running:
             self.on_grown(int(answer["private_bytes"]))
         elif "freed" in answer:
             self.on_freed(int(answer["freed"]))
+        elif "lost" in answer:
+            self.on_lost(answer["lost"], answer["epoch"])
         else:
             if "tenant" in answer:
                 self.on_lost(answer["tenant"], answer["epoch"])

@@ -110,7 +110,7 @@ class SharedAdapters:
     def stop(self) -> None:
         """End the process; the next `load` starts another one."""
         if (process := self._process) is not None:
-            process.close()
+            process.give_up()
 
     def close(self) -> None:
         """End the process for good."""
@@ -136,7 +136,7 @@ class SharedAdapters:
         with self._places:
             serves = bool(self._loaded)
         if not serves:  # else calls of the others would end; they find out whether it hangs
-            process.close()
+            process.give_up()
         ends = f" If that lasts, end process {process.pid}: it is started again." if serves else ""
         raise ConnectionError(
             f"{_NAME} (pid {process.pid}) did not load {name!r} within {_LOAD_S:g} s: see that its "

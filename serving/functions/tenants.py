@@ -204,6 +204,8 @@ class Tenant:
     def kill(self) -> None:
         """End the process at once, also one that hangs; calls from now on go to the next one."""
         self.ended = True
+        if self.holder is not None:  # before its end is seen, or the next start would ask it
+            self.holder.give_up()
         with self._lock, contextlib.suppress(OSError):
             if self._process is not None:
                 signal.pidfd_send_signal(self._process, signal.SIGKILL)

@@ -5,6 +5,7 @@ push to (`RemoteExperts`). Twice per layer rows leave before the base's grouped 
 deltas are added after it; twice more if attention's adapters are on the server too.
 """
 
+import abc
 import dataclasses
 from typing import Protocol
 
@@ -28,6 +29,12 @@ class RemoteTable:
 
     slot_to_number: Int[Array, "slots"]  # LOCAL: nothing of it is there
     version: Int[Array, ""]  # of the server's table, as last heard of
+
+
+class Layout(Protocol):
+    """Modules of a base model that other processes compute."""
+
+    def has(self, module: str, layer: int) -> bool: ...
 
 
 class ServerLink:
@@ -62,17 +69,27 @@ class ServerLink:
         return StepExperts(self, table, split)
 
 
-class StepExperts:
-    """The `RemoteExperts` of one traced step; gathers the statuses of its exchanges."""
+class AbstractStep[Sites: Layout](abc.ABC):
+    """The `RemoteExperts` of one traced step (nn.remote); gathers the statuses of its exchanges."""
 
-    def __init__(self, link: ServerLink, table: RemoteTable, split: Split | None):
-        self._layout, self.client, self._table = link.layout, link.client, table
-        self.has_local, self._overlap = link.has_local, link.overlap
+    has_local = False
+
+    def __init__(
+        self,
+        layout: Sites,
+        client: AbstractClient,
+        table: RemoteTable,
+        *,
+        overlap: bool = True,
+        split: Split | None = None,
+    ):
+        """`overlap` as for ServerLink, `split` as for its `start`."""
+        self._layout, self.client, self._table = layout, client, table
+        self._overlap, self._split = overlap, split
         self.statuses: list[jax.Array] = []
-        self._split = split
 
     def has(self, module: str, layer: int) -> bool:
-        """True if ranks hold this module of the layer."""
+        """True if other processes compute this module of the layer."""
         return self._layout.has(module, layer)
 
     def exchange(
@@ -88,11 +105,23 @@ class StepExperts:
             row_to_expert = jnp.zeros_like(row_to_slot)
         numbers = self._table.slot_to_number[jnp.maximum(row_to_slot, 0)]
         numbers = jnp.where(row_to_slot >= 0, numbers, LOCAL)
-        index = self._layout.moe_layers.index(layer)
-        version = self._table.version
-        rows = push_rows(self._layout.placement, index, numbers, row_to_expert, num_rows, version)
-        exchange = LayerExchange(self, _SITE_OF[modules], index, rows)
+        given = modules, layer, numbers, row_to_expert, num_rows
+        exchange = LayerExchange(self, *self._destination(*given))
         return exchange if self._overlap else SerialExchange(exchange)
+
+    @abc.abstractmethod
+    def _destination(
+        self,
+        modules: tuple[str, ...],
+        layer: int,
+        numbers: Int[Array, "rows"],
+        row_to_expert: Int[Array, "rows"],
+        num_rows: Int[Array, ""],
+    ) -> tuple[int, int, PushRows]:
+        """Return the site, the layer among those of the layout, and where each row goes.
+
+        `numbers` are the table's for the rows, LOCAL where a row has no adapter.
+        """
 
     def status(self) -> Int[Array, "servers"]:
         """Return the worst status of each server in the step; 0 means that every answer came.
@@ -103,6 +132,27 @@ class StepExperts:
         for status in self.statuses:
             worst = jnp.maximum(worst, status)
         return worst_of_devices(worst, self._split)
+
+
+class StepExperts(AbstractStep[ShardLayout]):
+    """One step's way to the ranks of a LoRA Server."""
+
+    def __init__(self, link: ServerLink, table: RemoteTable, split: Split | None):
+        super().__init__(link.layout, link.client, table, overlap=link.overlap, split=split)
+        self.has_local = link.has_local
+
+    def _destination(
+        self,
+        modules: tuple[str, ...],
+        layer: int,
+        numbers: Int[Array, "rows"],
+        row_to_expert: Int[Array, "rows"],
+        num_rows: Int[Array, ""],
+    ) -> tuple[int, int, PushRows]:
+        index, placement = self._layout.moe_layers.index(layer), self._layout.placement
+        version = self._table.version
+        rows = push_rows(placement, index, numbers, row_to_expert, num_rows, version)
+        return _SITE_OF[modules], index, rows
 
 
 class Step(Protocol):

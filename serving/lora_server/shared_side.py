@@ -1,29 +1,24 @@
 """An engine whose adapters are all in one other process, on a device of its own.
 
-That process is a LoRA Server of one rank that holds whole adapters (`whole_layout`). The engine
-keeps a report of each adapter and no weight of it, as beside tenants (`tenant_side`). When the
-process ends, all requests with adapters end; base requests lose nothing but one wait, once.
+That process is a LoRA Server of one rank that holds whole adapters (`whole_layout`). When it ends,
+all requests with adapters end; base requests lose nothing but one wait, once.
 """
 
 import dataclasses
 import logging
-import threading
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
-from lora_jax.adapters.registry import AdapterEntry
 from lora_jax.adapters.weights import AdapterReport, AdapterWeights
 from lora_jax.sharding import Split
 from lora_jax.typing import Array, Int
 from serving.api.config import EngineConfig
-from serving.lora_server.client import LOCAL, LayerExchange, RemoteTable
-from serving.lora_server.tenant_side import LOST, digest_of
+from serving.lora_server.client import LOCAL, AbstractStep, RemoteTable
+from serving.lora_server.tenant_side import digest_of
 from serving.lora_server.transport import selection
 from serving.lora_server.transport.base import (
     AbstractClient,
@@ -32,12 +27,12 @@ from serving.lora_server.transport.base import (
     TransportError,
 )
 from serving.lora_server.whole_layout import MOST_SITES, WholeLayout
+from serving.lora_server.whole_side import AbstractWholeSide, numbers_at
 
 logger = logging.getLogger(__name__)
 
 # A slot's number: the adapter's in the process, and above it its sites as bits.
 NUMBER_BITS = 31 - MOST_SITES
-_NUMBER = (1 << NUMBER_BITS) - 1
 _JOIN_S = 30.0  # for a process that listens to let the engine in
 _LOSS_S = 10.0  # for the end of the process before to be seen
 _LOOK_S = 0.02
@@ -57,44 +52,22 @@ class SharedLink:
         return SharedStep(self.layout, self.client, table)
 
 
-class SharedStep:
-    """The `RemoteExperts` of one traced step (nn.remote)."""
+class SharedStep(AbstractStep[WholeLayout]):
+    """One step's way to the process, for rows whose adapter has the site."""
 
-    has_local = False
-
-    def __init__(self, layout: WholeLayout, client: AbstractClient, table: RemoteTable):
-        self._layout, self._table, self.client = layout, table, client
-        self.statuses: list[jax.Array] = []
-
-    def has(self, module: str, layer: int) -> bool:
-        """True if the process computes this module of the layer."""
-        return self._layout.has(module, layer)
-
-    def exchange(
+    def _destination(
         self,
         modules: tuple[str, ...],
         layer: int,
-        row_to_slot: Int[Array, "rows"],
-        row_to_expert: Int[Array, "rows"] | None,
+        numbers: Int[Array, "rows"],
+        row_to_expert: Int[Array, "rows"],
         num_rows: Int[Array, ""],
-    ) -> LayerExchange:
-        """Return the exchange of one site, for rows whose adapter has the site."""
+    ) -> tuple[int, int, PushRows]:
         site = self._layout.site(modules)
-        if row_to_expert is None:
-            row_to_expert = jnp.zeros_like(row_to_slot)
-        number = self._table.slot_to_number[jnp.maximum(row_to_slot, 0)]
-        goes = (row_to_slot >= 0) & (number >= 0) & ((number >> (NUMBER_BITS + site)) & 1 == 1)
-        server = jnp.where(goes, 0, -1).astype(jnp.int32)
-        adapter = jnp.where(goes, number & _NUMBER, LOCAL).astype(jnp.int32)
+        adapter = numbers_at(site, numbers, NUMBER_BITS)
+        server = jnp.where(adapter == LOCAL, -1, 0).astype(jnp.int32)
         rows = PushRows(num_rows, self._table.version, server, adapter, row_to_expert)
-        return LayerExchange(self, site, layer, rows)
-
-    def status(self) -> Int[Array, "servers"]:
-        """Return the worst status of the step; 0 where every answer came."""
-        worst = jnp.zeros((1,), jnp.int32)
-        for status in self.statuses:
-            worst = jnp.maximum(worst, status)
-        return worst
+        return site, layer, rows
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,31 +76,22 @@ class _Held:
 
     name: str
     epoch: int
+    life: int  # of the process
     number: int
     report: AdapterReport
 
 
-class SharedSide:
-    """One engine's end, with the interface of `instance.InstanceSide`.
-
-    The engine's thread uses it; `retain`, `sit` and `leave` any thread.
-    """
-
-    num_local = 0
+class SharedSide(AbstractWholeSide):
+    """One engine's end of the process; `sit` and `leave` are for any thread."""
 
     def __init__(self, link: SharedLink, num_slots: int):
+        super().__init__(num_slots)
         self.link = link
-        self.wake: Callable[[], None] = lambda: None
         # Called with the number of an adapter of which no step has rows any more.
         self.on_free: Callable[[int], None] = lambda number: None
-        self._numbers = np.full(num_slots, LOCAL, np.int32)
-        self._changed = False
-        self._lock = threading.Lock()
         self._life = 0  # of the process that is connected
         self._held: dict[str, _Held] = {}  # by digest; one that has left until it is unused
         self._digests: dict[str, str] = {}  # by name
-        self._live: dict[str, int] = {}  # requests by digest
-        self._dropped: list[tuple[int, str]] = []  # (steps sent by then, digest)
 
     # Adapters come and go.
 
@@ -141,7 +105,7 @@ class SharedSide:
         digest = digest_of(f"{name} {epoch}", report.digest)
         kept = dataclasses.replace(report, digest=digest, weight_bytes=0)
         with self._lock:
-            self._held[digest] = _Held(name, epoch, number, kept)
+            self._held[digest] = _Held(name, epoch, life, number, kept)
             self._digests[name] = digest
         self._free()
         return digest
@@ -164,65 +128,21 @@ class SharedSide:
         """Return the epoch of an adapter whose process does not answer any more; None: it does."""
         with self._lock:
             held = self._held.get(self._digests.get(name, ""))
-        return held.epoch if held is not None and self.link.client.lost() else None
+        if held is None or not (held.life != self._life or self.link.client.lost()):
+            return None
+        return held.epoch
 
-    def read(self, folder: Path, *_: Any, **__: Any) -> AdapterWeights:
-        """Return an adapter as an engine without its weights knows it: by its report."""
-        name = Path(folder).name
-        with self._lock:
-            held = self._held.get(self._digests.get(name, ""))
-        if held is None:
-            raise FileNotFoundError(f"no process serves the adapter {name!r}")
-        return AdapterWeights({}, held.report)
-
-    # The interface of InstanceSide.
-
-    def retain(self, entry: AdapterEntry) -> None:
-        """A request of the adapter is queued."""
-        with self._lock:
-            self._live[entry.digest] = self._live.get(entry.digest, 0) + 1
-
-    def drop(self, digest: str, dispatched: int) -> None:
-        """Such a request has ended; `dispatched` steps were sent, which may have rows of it."""
-        with self._lock:
-            if digest not in self._live:
-                return
-            self._live[digest] -= 1
-            if not self._live[digest]:
-                del self._live[digest]
-            self._dropped.append((dispatched, digest))
-
-    def collect(self, read: int) -> None:
-        """Free numbers of adapters that have left, of which no step under way has rows."""
-        with self._lock:
-            while self._dropped and self._dropped[0][0] <= read:
-                self._dropped.pop(0)
-        self._free()
+    # What AbstractWholeSide asks for.
 
     def is_ready(self, digest: str) -> bool:
-        """True if the process has the adapter and answers."""
-        return self._is_here(digest) and not self.link.client.lost()
+        """True if the process has the adapter and answers.
 
-    def keep(self, weights: AdapterWeights) -> AdapterWeights:
-        """Return what of an adapter stays here: there is no more than the report."""
-        return weights
-
-    def bind(self, slot: int, digest: str) -> None:
-        """The adapter, which is ready, is in this slot of the engine's own."""
+        A process that has come back does not have what the one before had.
+        """
         with self._lock:
             held = self._held.get(digest)
-        mask = 0 if held is None else self.link.layout.mask(held.report.modules)
-        number = LOCAL if held is None or not mask else held.number | mask << NUMBER_BITS
-        if self._numbers[slot] != number:
-            self._numbers[slot] = number
-            self._changed = True
-
-    def take_table(self) -> tuple[np.ndarray, int] | None:
-        """Return (number of each slot, version) if that has changed since the last call."""
-        if not self._changed:
-            return None
-        self._changed = False
-        return self._numbers.copy(), 0
+            is_here = held is not None and self._digests.get(held.name) == digest
+        return held is not None and is_here and held.life == self._life and not self._is_away
 
     def affected_by(self, status: np.ndarray) -> frozenset[str]:
         """Return the adapters whose requests a step with this status may have affected."""
@@ -230,59 +150,55 @@ class SharedSide:
             return frozenset()
         logger.warning("A step failed at the adapters' process (%s).", Status(int(status[0])).name)
         with self._lock:
-            return frozenset(self._live)
-
-    def take_failures(self) -> list[tuple[str, str]]:
-        """Return (digest, why) of adapters whose waiting requests must end."""
-        lost = bool(self.link.client.lost())
-        with self._lock:
-            live = list(self._live)
-        return [(digest, LOST) for digest in live if lost or not self._is_here(digest)]
-
-    @property
-    def is_lost(self) -> bool:
-        """True if an adapter with requests is not there."""
-        return bool(self.take_failures())
-
-    @property
-    def is_busy(self) -> bool:
-        """True if `collect` or `take_failures` may have anything to do."""
-        leaving = len(self._held) > len(self._digests)
-        return bool(self._dropped or leaving or (self._live and self.take_failures()))
+            live, names = frozenset(self._live), list(self._digests)
+        self._tell_lost(names)
+        return live
 
     def close(self) -> None:
         """Leave the process."""
         self.link.client.close()
 
-    def check_integrity(self) -> None:
-        """Raise AssertionError when anything is kept for nobody."""
-        assert not self._live, f"adapters {sorted(self._live)} are kept for nobody"
-        numbers = [held.number for held in self._held.values()]
-        assert len(numbers) == len({*numbers}), "two adapters have one number"
+    @property
+    def _given_numbers(self) -> list[int]:
+        return [held.number for held in self._held.values()]
 
-    def _is_here(self, digest: str) -> bool:
+    def _report(self, name: str) -> AdapterReport | None:
+        with self._lock:
+            held = self._held.get(self._digests.get(name, ""))
+        return None if held is None else held.report
+
+    def _number_of(self, digest: str) -> int:
         with self._lock:
             held = self._held.get(digest)
-            return held is not None and self._digests.get(held.name) == digest
+        mask = 0 if held is None else self.link.layout.mask(held.report.modules)
+        return held.number | mask << NUMBER_BITS if held is not None and mask else LOCAL
 
     def _free(self) -> None:
         """Tell of the numbers of adapters that have left and are not in use."""
         with self._lock:
-            used = {digest for _, digest in self._dropped} | self._live.keys()
-            used |= {*self._digests.values()}
+            used = self._in_use() | {*self._digests.values()}
             gone = [self._held.pop(digest) for digest in {*self._held} - used]
         for held in gone:
             self.on_free(held.number)
 
+    @property
+    def _any_leaving(self) -> bool:
+        return len(self._held) > len(self._digests)
+
+    @property
+    def _is_away(self) -> bool:
+        return bool(self.link.client.lost())
+
     def _connect(self, life: int) -> None:
         """Return when the process of this life is connected. Raises TransportError."""
         client = self.link.client
-        if life == self._life and not client.lost():
-            return
-        if life != self._life:
+        if life < self._life:  # its start was slower than the end of its process
+            raise TransportError("The adapters' process has ended, and there is a new one.")
+        if life > self._life:
             _wait(client.lost, _LOSS_S, "The engine did not see the adapters' process end.")
-        _wait(lambda: not client.rejoin(), _JOIN_S, "The adapters' process did not answer.")
-        self._life = life
+            self._life = life  # before it answers: it has nothing of what the one before had
+        if client.lost():
+            _wait(lambda: not client.rejoin(), _JOIN_S, "The adapters' process did not answer.")
 
 
 def _wait(done: Callable[[], object], seconds: float, otherwise: str) -> None:

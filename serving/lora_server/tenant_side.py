@@ -1,39 +1,34 @@
 """An engine whose adapters are all in tenants' processes: `isolation=server` of functions.
 
-To the layers a tenant is a LoRA Server that holds one whole adapter. The engine keeps a report of
-the adapter (names of modules, ranks, a digest) and no weight of it. A tenant that ends, or does not
-answer in time, ends its own requests; others lose nothing but that wait, once.
+To the layers a tenant is a LoRA Server that holds one whole adapter. A tenant that ends, or does
+not answer in time, ends its own requests; others lose nothing but that wait, once.
 """
 
 import dataclasses
 import hashlib
 import logging
-import threading
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from lora_jax.adapters.added_tokens import AddedToken
 from lora_jax.adapters.kinds import AdapterKind
-from lora_jax.adapters.registry import AdapterEntry
 from lora_jax.adapters.weights import AdapterReport, AdapterWeights, ModuleReport
 from lora_jax.models.loader import read_config
 from lora_jax.sharding import Split
 from lora_jax.typing import Array, Int
 from serving.api.config import EngineConfig
-from serving.lora_server.client import LOCAL, LayerExchange, RemoteTable
+from serving.lora_server.client import LOCAL, AbstractStep, RemoteTable
 from serving.lora_server.tenant_adapter import layout_of
 from serving.lora_server.tenant_layout import TenantLayout
-from serving.lora_server.transport.base import AbstractClient, PushRows, Status
+from serving.lora_server.transport.base import PushRows, Status
 from serving.lora_server.transport.tenants import Seat, TenantClient
+from serving.lora_server.whole_side import AbstractWholeSide, numbers_at
 
 logger = logging.getLogger(__name__)
 
-LOST = "The process of this adapter has ended; the request may be tried again."
 _SEAT_BITS = 8
 MOST_TENANTS = 1 << _SEAT_BITS
 
@@ -58,67 +53,33 @@ class TenantLink:
         return TenantStep(self.layout, self.client, table)
 
 
-class TenantStep:
-    """The `RemoteExperts` of one traced step (nn.remote)."""
+class TenantStep(AbstractStep[TenantLayout]):
+    """One step's way to tenants: each row goes to its own, if that has the site."""
 
-    has_local = False
-
-    def __init__(self, layout: TenantLayout, client: TenantClient, table: RemoteTable):
-        self._layout, self._table = layout, table
-        self.client: AbstractClient = client
-        self.statuses: list[jax.Array] = []
-
-    def has(self, module: str, layer: int) -> bool:
-        """True if tenants compute this module of the layer."""
-        return self._layout.has(module, layer)
-
-    def exchange(
+    def _destination(
         self,
         modules: tuple[str, ...],
         layer: int,
-        row_to_slot: Int[Array, "rows"],
-        row_to_expert: Int[Array, "rows"] | None,
+        numbers: Int[Array, "rows"],
+        row_to_expert: Int[Array, "rows"],
         num_rows: Int[Array, ""],
-    ) -> LayerExchange:
-        """Return the exchange of one site: each row goes to its tenant, if that has the site."""
+    ) -> tuple[int, int, PushRows]:
         site = self._layout.site(modules)
-        if row_to_expert is None:
-            row_to_expert = jnp.zeros_like(row_to_slot)
-        number = self._table.slot_to_number[jnp.maximum(row_to_slot, 0)]
-        goes = (row_to_slot >= 0) & (number >= 0) & ((number >> (_SEAT_BITS + site)) & 1 == 1)
-        seat = jnp.where(goes, number & (MOST_TENANTS - 1), -1).astype(jnp.int32)
-        owners = seat, row_to_expert
-        rows = PushRows(num_rows, self._table.version, seat, *owners)
-        return LayerExchange(self, site, layer, rows)
-
-    def status(self) -> Int[Array, "servers"]:
-        """Return the worst status of each seat in the step; 0 where every answer came."""
-        worst = jnp.zeros((self.client.servers,), jnp.int32)
-        for status in self.statuses:
-            worst = jnp.maximum(worst, status)
-        return worst
+        seat = numbers_at(site, numbers, _SEAT_BITS)
+        rows = PushRows(num_rows, self._table.version, seat, seat, row_to_expert)
+        return site, layer, rows
 
 
-class TenantSide:
-    """One engine's end of its tenants, with the interface of `instance.InstanceSide`.
-
-    The engine's thread uses it; `retain`, `sit` and `leave` any thread.
-    """
-
-    num_local = 0
+class TenantSide(AbstractWholeSide):
+    """One engine's end of its tenants; `sit` and `leave` are for any thread."""
 
     def __init__(self, link: TenantLink, num_slots: int):
+        super().__init__(num_slots)
         self.link = link
-        self.wake: Callable[[], None] = lambda: None
-        self._numbers = np.full(num_slots, LOCAL, np.int32)
-        self._changed = False
-        self._lock = threading.Lock()
         self._seats: dict[str, int] = {}  # by digest; one that has left keeps it until unused
         self._reports: dict[str, AdapterReport] = {}  # by name of the adapter
         self._epochs: dict[str, int] = {}  # of its process, by the same
         self._left: set[str] = set()
-        self._live: dict[str, int] = {}  # requests by digest
-        self._dropped: list[tuple[int, str]] = []  # (steps sent by then, digest)
 
     # Tenants come and go.
 
@@ -184,64 +145,13 @@ class TenantSide:
         lost = seat is not None and self.link.client.is_lost(seat)
         return epoch if lost else None
 
-    def read(self, folder: Path, *_: Any, **__: Any) -> AdapterWeights:
-        """Return an adapter as an engine without its weights knows it: by its report."""
-        with self._lock:
-            report = self._reports.get(Path(folder).name)
-        if report is None:
-            raise FileNotFoundError(f"no process serves the adapter {Path(folder).name!r}")
-        return AdapterWeights({}, report)
-
-    # The interface of InstanceSide.
-
-    def retain(self, entry: AdapterEntry) -> None:
-        """A request of the adapter is queued."""
-        with self._lock:
-            self._live[entry.digest] = self._live.get(entry.digest, 0) + 1
-
-    def drop(self, digest: str, dispatched: int) -> None:
-        """Such a request has ended; `dispatched` steps were sent, which may have rows of it."""
-        with self._lock:
-            if digest not in self._live:
-                return
-            self._live[digest] -= 1
-            if not self._live[digest]:
-                del self._live[digest]
-            self._dropped.append((dispatched, digest))
-
-    def collect(self, read: int) -> None:
-        """Free seats of adapters that have left, of which no step under way has rows."""
-        with self._lock:
-            while self._dropped and self._dropped[0][0] <= read:
-                self._dropped.pop(0)
-            self._free_seats()
+    # What AbstractWholeSide asks for.
 
     def is_ready(self, digest: str) -> bool:
         """True if the adapter's process is there."""
         with self._lock:
             number = self._seats.get(digest)
         return number is not None and not self.link.client.is_lost(number)
-
-    def keep(self, weights: AdapterWeights) -> AdapterWeights:
-        """Return what of an adapter stays here: there is no more than the report."""
-        return weights
-
-    def bind(self, slot: int, digest: str) -> None:
-        """The adapter, which is ready, is in this slot of the engine's own."""
-        with self._lock:
-            report = next((r for r in self._reports.values() if r.digest == digest), None)
-            mask = 0 if report is None else self.link.layout.mask(list(report.modules))
-            number = LOCAL if not mask else self._seats[digest] | mask << _SEAT_BITS
-        if self._numbers[slot] != number:
-            self._numbers[slot] = number
-            self._changed = True
-
-    def take_table(self) -> tuple[np.ndarray, int] | None:
-        """Return (number of each slot, version) if that has changed since the last call."""
-        if not self._changed:
-            return None
-        self._changed = False
-        return self._numbers.copy(), 0
 
     def affected_by(self, status: np.ndarray) -> frozenset[str]:
         """Return the adapters whose requests a step with these statuses may have affected."""
@@ -255,37 +165,37 @@ class TenantSide:
         logger.warning(
             "A step failed at %s.", ", ".join(f"tenant {name} ({s})" for name, s in failed.items())
         )
+        self._tell_lost(failed)
         return digests
-
-    def take_failures(self) -> list[tuple[str, str]]:
-        """Return (digest, why) of adapters whose waiting requests must end."""
-        with self._lock:
-            seats = [(digest, self._seats.get(digest)) for digest in self._live]
-        is_lost = self.link.client.is_lost
-        return [(digest, LOST) for digest, seat in seats if seat is None or is_lost(seat)]
-
-    @property
-    def is_lost(self) -> bool:
-        """True if an adapter with requests is not there."""
-        return bool(self.take_failures())
-
-    @property
-    def is_busy(self) -> bool:
-        """True if `collect` or `take_failures` may have anything to do."""
-        return bool(self._dropped or self._left or (self._live and self.take_failures()))
 
     def close(self) -> None:
         """Let all tenants go."""
         self.link.client.close()
 
-    def check_integrity(self) -> None:
-        """Raise AssertionError when anything is kept for nobody."""
-        assert not self._live, f"adapters {sorted(self._live)} are kept for nobody"
-        seats = list(self._seats.values())
-        assert len(seats) == len({*seats}), "two adapters have one seat"
+    @property
+    def _given_numbers(self) -> list[int]:
+        return list(self._seats.values())
+
+    def _report(self, name: str) -> AdapterReport | None:
+        with self._lock:
+            return self._reports.get(name)
+
+    def _number_of(self, digest: str) -> int:
+        with self._lock:
+            report = next((r for r in self._reports.values() if r.digest == digest), None)
+            mask = 0 if report is None else self.link.layout.mask(list(report.modules))
+            return self._seats[digest] | mask << _SEAT_BITS if mask else LOCAL
+
+    def _free(self) -> None:
+        with self._lock:
+            self._free_seats()
+
+    @property
+    def _any_leaving(self) -> bool:
+        return bool(self._left)
 
     def _free_seats(self) -> None:
-        pending = {digest for _, digest in self._dropped} | self._live.keys()
+        pending = self._in_use()
         for digest in [d for d in self._left if d not in pending]:
             self._left.discard(digest)
             del self._seats[digest]

@@ -1,5 +1,6 @@
 """Isolation "server" with one process for all adapters: an engine's answers, and kill -9."""
 
+import json
 import os
 import signal
 from concurrent.futures import ThreadPoolExecutor
@@ -11,6 +12,10 @@ from support.waiting import wait_until
 
 from serving import Engine, Sampling
 from serving.functions import Agent, DeviceFull, FunctionDied, tenants
+from serving.functions.callers import token_of
+from serving.functions.messages import http_fields
+from serving.http.access.keys import Caller
+from serving.http.settings import HttpSettings
 
 MODEL = ROOT / "assets" / "tiny-moe"
 SIZES = {"max_num_seqs": 2, "max_model_len": 64, "max_num_batched_tokens": 8}
@@ -45,9 +50,11 @@ def coupled():
 @pytest.fixture(scope="module")
 def agent():
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(tenants.DEFAULTS, "wait_s", 10.0)  # a busy machine is slow
+        patch.setitem(tenants.DEFAULTS, "wait_s", 5.0)  # a busy machine is slow
         options = {"isolation": "server", "tenant_processes": "one", "max_tenants": 2}
-        with Agent(MODEL, **options, **SIZES) as made:
+        settings = http_fields(HttpSettings(served_names=("base",)))
+        http = {"settings": settings, "budgets_folder": None}
+        with Agent(MODEL, http=http, **options, **SIZES) as made:
             for name in NAMES:
                 made.function(MODEL / "adapters" / name)
             made.function(name="base")
@@ -87,6 +94,30 @@ def test_a_killed_process_ends_no_request_of_the_base_and_comes_back(agent, coup
     for name in NAMES:
         assert until_answered(agent.functions[name]) == coupled[name]
     assert (agent.engine.pid, law.pid != killed) == (engine, True)
+
+
+def asked_over_http(function) -> str:
+    """Return the answer of the function's routes to a prompt, which does not pass the agent."""
+    body = json.dumps({"model": function.name, "prompt": "The court", "max_tokens": 2}).encode()
+    head = "POST /v1/completions HTTP/1.1\r\nHost: function\r\nConnection: close\r\n"
+    head += f"Authorization: Bearer {token_of(Caller())}\r\nContent-Type: application/json\r\n"
+    function.warm()
+    connection = function.connect()
+    assert connection is not None
+    with connection:
+        connection.settimeout(60)
+        connection.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+        return b"".join(iter(lambda: connection.recv(1 << 16), b"")).decode()
+
+
+def test_a_process_that_hangs_is_found_by_requests_over_http(agent):
+    """Else each of them would fail until somebody ended it."""
+    law, hangs = agent.functions["law"], agent.functions["law"].pid
+    assert asked_over_http(law).startswith("HTTP/1.1 200")
+    os.kill(hangs, signal.SIGSTOP)
+    assert asked_over_http(law).startswith("HTTP/1.1 503")
+    wait_until(lambda: law.pid != hangs)
+    assert asked_over_http(law).startswith("HTTP/1.1 200")
 
 
 @pytest.mark.long

@@ -390,6 +390,17 @@ def test_a_tenant_sits_where_there_is_a_seat_and_leaves_only_its_own(monkeypatch
     assert engine.told[0][3]["digest"] == "sql/d"
 
 
+def test_an_adapters_process_that_is_lost_is_told_of_without_a_call():
+    ours, theirs = socket.socketpair()
+    seats = Seats()
+    with ours:
+        with theirs:
+            Calls(theirs, NoEngine(), None, None, None, seats)
+            seats.on_lost("sql", 4)
+            assert receive_header(ours) == {"lost": "sql", "epoch": 4}
+        seats.on_lost("sql", 4)  # its agent has gone
+
+
 def test_a_failure_for_want_of_an_adapter_s_process_names_it():
     ask = {"call": "generate", "prompts": ["a"], "sampling": [{}]}
     with answering(Outputs(), tenants=Seats()) as call:

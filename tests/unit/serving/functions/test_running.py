@@ -32,7 +32,7 @@ def test_calls_of_an_ended_process_are_answered():
 
 
 NONSENSE = [{}, {"id": []}, {"id": 0, "tenant": "a"}]
-NONSENSE += [{"private_bytes": "much"}, {"private_bytes": float("inf")}]
+NONSENSE += [{"lost": "a"}, {"private_bytes": "much"}, {"private_bytes": float("inf")}]
 
 
 @pytest.mark.parametrize("message", NONSENSE, ids=str)
@@ -58,6 +58,34 @@ def test_a_process_that_ran_out_of_its_memory_says_why_its_calls_end():
     running.read()
     assert waiting.get(timeout=60) == {"error": "FunctionDied", "why": LACKED}
     assert told == ["lacks"]
+
+
+def test_a_process_that_is_given_up_takes_no_call_before_its_end_is_seen():
+    running, theirs = pair()
+    waiting = running.send({"call": "x"})
+    running.give_up()
+    assert running.ended
+    assert running.send({"call": "y"}) is None
+    running.read()
+    assert waiting.get(timeout=60) == {"error": "FunctionDied"}
+    with theirs:
+        assert theirs.recv(4096)
+        assert theirs.recv(1) == b""
+
+
+def test_a_process_says_by_itself_of_adapters_that_are_lost_or_let_go():
+    running, theirs = pair()
+    told = []
+    running.on_lost = lambda name, epoch: told.append((name, epoch))
+    running.on_freed = told.append
+    waiting = running.send({"call": "x"})
+    with theirs:
+        send_header(theirs, {"lost": "law", "epoch": 3})
+        send_header(theirs, {"freed": 5})
+        send_header(theirs, {"id": 0, "value": 1})
+    running.read()
+    assert waiting.get(timeout=60) == {"id": 0, "value": 1}
+    assert told == [("law", 3), 5]
 
 
 def test_a_process_that_has_grown_says_so_and_its_calls_go_on():

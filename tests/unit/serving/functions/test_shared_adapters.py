@@ -1,6 +1,7 @@
 """One process with all adapters as its agent sees it: numbers, its end, and what is refused."""
 
 import queue
+import signal
 import socket
 import threading
 from types import SimpleNamespace
@@ -110,6 +111,23 @@ def test_the_process_ends_all_functions_and_is_started_again(processes, tenants)
     assert (law.ended_by_others, summary.ended_by_others) == (True, True)  # calls were answered
     again = tenants.start("law", "/a/law")
     assert not again.ended
+    assert [order["name"] for order in processes.orders] == ["engine", "adapters", "adapters"]
+
+
+def test_a_process_that_hangs_is_no_fault_of_its_functions_and_asked_for_nothing(
+    processes, tenants, monkeypatch
+):
+    """Its end is seen some time after it was ended."""
+    killed = []
+    monkeypatch.setattr(
+        tenants_module.signal, "pidfd_send_signal", lambda fd, number: killed.append(number)
+    )
+    law, summary = tenants.start("law", "/a/law"), tenants.start("summary", "/a/summary")
+    assert law.send({"call": "generate"}).get(timeout=20)["value"] is None
+    tenants._lose("law", law.about["epoch"])
+    assert (law.ended_by_others, summary.ended_by_others) == (True, True)
+    assert tenants.start("law", "/a/law").holder is not law.holder
+    assert killed == [signal.SIGKILL]
     assert [order["name"] for order in processes.orders] == ["engine", "adapters", "adapters"]
 
 

@@ -11,9 +11,9 @@ from lora_jax.adapters import reader
 from serving.lora_server import shared_side
 from serving.lora_server.client import LOCAL
 from serving.lora_server.shared_side import NUMBER_BITS, SharedLink, SharedSide
-from serving.lora_server.tenant_side import LOST
 from serving.lora_server.transport.base import Status, TransportError
 from serving.lora_server.whole_layout import WholeLayout
+from serving.lora_server.whole_side import LOST
 
 MODEL = ROOT / "assets" / "tiny-moe"
 
@@ -100,13 +100,41 @@ def test_with_the_process_all_requests_of_adapters_end(side, report):
     first, second = side.sit("a", report, 5, 1, 1), side.sit("b", report, 6, 2, 1)
     side.retain(entry(first))
     assert side.affected_by(np.zeros(1, int)) == frozenset()
-    assert side.affected_by(np.array([Status.TIMED_OUT])) == {first}
-    assert (side.lost_epoch("a"), side.is_lost) == (None, False)
+    lost = []
+    side.on_lost = lambda name, epoch: lost.append((name, epoch))
+    assert side.affected_by(np.array([Status.REFUSED])) == {first}
+    assert (side.lost_epoch("a"), side.is_lost, lost) == (None, False, [])
     side.link.client.here = False
+    assert side.affected_by(np.array([Status.TIMED_OUT])) == {first}
+    assert lost == [("a", 1), ("b", 2)]
     assert side.take_failures() == [(first, LOST)]
     assert (side.is_ready(first), side.is_ready(second)) == (False, False)
     assert (side.lost_epoch("a"), side.lost_epoch("b")) == (1, 2)
     assert side.is_busy
+
+
+def test_a_process_that_comes_back_does_not_have_what_the_one_before_had(side, report):
+    """Else rows under numbers that it does not know would have it refuse others' with them."""
+    first, second = side.sit("a", report, 5, 1, 1), side.sit("b", report, 6, 2, 1)
+    side.retain(entry(first))
+    side.link.client.here = False
+    again = side.sit("b", report, 7, 3, 2)  # before the agent lets "a" leave
+    assert (side.is_ready(first), side.is_ready(second), side.is_ready(again)) == (0, 0, 1)
+    assert (side.lost_epoch("a"), side.lost_epoch("b")) == (1, None)
+    assert side.take_failures() == [(first, LOST)]
+    assert side.freed == [6]
+    side.drop(first, 1)
+    assert side.leave("a", 1)
+    side.collect(1)
+    assert side.freed == [6, 5]
+    side.check_integrity()
+
+
+def test_an_answer_of_a_process_that_has_ended_waits_for_nothing(side, report):
+    side.sit("a", report, 5, 1, 2)
+    with pytest.raises(TransportError, match="has ended, and there is a new one"):
+        side.sit("b", report, 6, 2, 1)
+    assert side.link.client.joins == 1
 
 
 def test_the_engine_comes_to_each_process_once(side, report, monkeypatch):

@@ -15,7 +15,6 @@ from serving.api.config import EngineConfig
 from serving.lora_server.client import LOCAL
 from serving.lora_server.tenant_adapter import layout_of
 from serving.lora_server.tenant_side import (
-    LOST,
     TenantAccess,
     TenantLink,
     TenantSide,
@@ -23,6 +22,7 @@ from serving.lora_server.tenant_side import (
     report_of,
 )
 from serving.lora_server.transport.base import Status, TransportError
+from serving.lora_server.whole_side import LOST
 
 MODEL = ROOT / "assets" / "tiny-moe"
 
@@ -119,8 +119,13 @@ def test_a_failed_step_ends_the_requests_of_its_own_tenants_alone(side, report):
     side.retain(entry(first))
     side.retain(entry(second))
     assert side.affected_by(np.zeros(2, int)) == frozenset()
+    lost = []
+    side.on_lost = lambda name, epoch: lost.append((name, epoch))
+    assert side.affected_by(np.array([0, Status.REFUSED])) == {second}
+    assert lost == []  # it answers
+    side.link.client.rise(1)  # as a process that was killed, or did not answer in time
     assert side.affected_by(np.array([0, Status.TIMED_OUT])) == {second}
-    side.link.client.rise(1)  # as a process that was killed
+    assert lost == [("b", 2)]
     assert side.take_failures() == [(second, LOST)]
     assert (side.is_ready(first), side.is_ready(second)) == (True, False)
     assert (side.lost_epoch("a"), side.lost_epoch("b")) == (None, 2)
