@@ -8,7 +8,10 @@ import pytest
 from safetensors.numpy import load_file, save_file
 from support.cases import lora_server_cases as cases
 from support.cases import tiny_checkpoint
+from support.cases.feature_pairs import FEATURES
+from support.waiting import wait_until
 
+from lora_jax.quantize import quantize
 from serving import Engine, Sampling
 from serving.functions import adapters_process
 from serving.lora_server.shared_side import SharedAccess
@@ -35,7 +38,12 @@ def case(request):
 
 @pytest.fixture
 def files(case, tmp_path):
-    shape = dataclasses.replace(cases.SHAPE, experts=case[0])
+    return written(tmp_path, case[0])
+
+
+def written(tmp_path, experts, **size):
+    """Return the folder of a model and those of two adapters, by name."""
+    shape = dataclasses.replace(cases.SHAPE, experts=experts, **size)
     tiny_checkpoint.write_model(tmp_path / "model", shape)
     for place, rank in enumerate(cases.RANKS[:2]):
         folder = tmp_path / f"a{place}"
@@ -62,9 +70,10 @@ def coupled(files):
 class Apart:
     """Both ends in this process, and the calls that an agent makes."""
 
-    def __init__(self, model: str, folder: Path):
+    def __init__(self, model: str, folder: Path, **fields):
         self.access = SharedAccess(2, 60.0, str(folder / "adapters"))
-        self.engine = Engine(model, {}, lora_server=self.access, **cases.ENGINE | {"max_loras": 2})
+        fields = cases.ENGINE | {"max_loras": 2} | fields
+        self.engine = Engine(model, {}, lora_server=self.access, **fields)
         sizes = self.access.sizes(self.engine.config)
         order = {"model": model, "address": self.access.address, **sizes}
         self.adapters = adapters_process.Adapters(order)
@@ -117,8 +126,35 @@ def test_tokens_and_log_probabilities_are_the_coupled_engines(apart, files, coup
     apart.hold("a1", files[1]["a1"], 1)
     assert answers(apart.engine, MIXED) == coupled
     apart.drop("a0", 0)
-    assert apart.freed == [0]
+    wait_until(lambda: apart.freed == [0])  # callers have their answers before the last step ends
     apart.adapters.unload(0)
     apart.hold("a0", files[1]["a0"], 2)  # in the place of number 0
     assert answers(apart.engine, MIXED) == coupled
+    wait_until(lambda: not apart.side.is_busy and not apart.side._live)
     apart.side.check_integrity()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "feature", ["KV cache in 8 bits", "KV pages on the host", "quantised base"]
+)
+def test_features_in_which_no_adapter_has_a_part_work_beside_it(feature, tmp_path):
+    """The rows of docs/reference/feature-pairs.md about isolation server."""
+    model, adapters = written(tmp_path, 0, hidden=64, width=64)  # groups of quantised weights
+    fields = FEATURES[feature].fields
+    if "max_model_len" in fields:
+        fields = fields | {"max_model_len": 32}  # for the longest of these prompts
+    if feature == "quantised base":
+        model = str(tmp_path / "nf4" / "model")
+        quantize(tmp_path / "model", "nf4", Path(model))
+    with Engine(model, adapters, **cases.ENGINE | fields) as engine:
+        want = answers(engine, MIXED)
+    apart = Apart(model, tmp_path, **fields)
+    try:
+        for number, (name, folder) in enumerate(adapters.items()):
+            apart.hold(name, folder, number)
+        assert answers(apart.engine, MIXED) == want
+        if feature == "KV pages on the host":
+            wait_until(lambda: apart.engine.stats().host_pages.used)
+    finally:
+        apart.close()
