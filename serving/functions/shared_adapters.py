@@ -10,15 +10,14 @@ import os
 import queue
 import shutil
 import socket
-import tempfile
 import threading
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from serving.functions.messages import DeviceFull, value_of_start
 from serving.functions.running import Running
+from serving.runtime.socket_folder import socket_folder
 from serving.runtime.visible_gpus import VISIBLE, count_visible
 
 logger = logging.getLogger(__name__)
@@ -51,8 +50,8 @@ class SharedAdapters:
         """
         self._launch: Launch | None = None
         self._end, self._most = end, most
-        self._folder = tempfile.mkdtemp(prefix="lora-jax-")  # which this user alone may enter
-        self.address = str(Path(self._folder) / "adapters")
+        self._folder = socket_folder("lora-jax-")
+        self.address = str(self._folder / "adapters")
         self._starting = threading.Lock()
         self._places = threading.Condition()
         self._taken: dict[int, int] = {}  # numbers by place

@@ -324,8 +324,8 @@ def shard_deltas(
 
     In ops.lora_gemm.delta_dtype, as a coupled engine's deltas of experts are: the instance's sum
     has the bits of that engine's. On a GPU it adds those of a dense map in bfloat16 unrounded, and
-    these are rounded. The layer is data, so that one program serves them all; without it all layers'
-    slots are one table. Without `first_expert` the modules are of no expert.
+    these are rounded. The layer is data, so that one program serves them all; without it all
+    layers' slots are one table. Without `first_expert` the modules are of no expert.
     """
     entries, scaling = slots.entries, slots.scaling
     if layer is None:

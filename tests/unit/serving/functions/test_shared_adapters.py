@@ -1,8 +1,10 @@
 """One process with all adapters as its agent sees it: numbers, its end, and what is refused."""
 
+import os
 import queue
 import signal
 import socket
+import tempfile
 import threading
 from types import SimpleNamespace
 
@@ -234,6 +236,17 @@ def test_with_the_engine_the_process_ends(processes, tenants):
     tenants.close()
     with pytest.raises(ConnectionError, match="The agent is closed"):
         tenants._shared._running({})
+
+
+def test_its_socket_has_a_short_path_whatever_tmpdir_is(tmp_path, monkeypatch):
+    folder = tmp_path / ("long" * 30)
+    folder.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    shared = SharedAdapters(lambda end: None, 2)
+    with socket.socket(socket.AF_UNIX) as listening:
+        listening.bind(shared.address)
+    shared.close()
+    assert not os.path.exists(os.path.dirname(shared.address))
 
 
 def test_devices_and_values_that_do_not_serve_it_are_refused(monkeypatch):
