@@ -6,6 +6,7 @@ the version by one key, also where the caller gave none.
 
 import os
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from serving.engine.inputs.generate_arguments import Adapter
 from serving.text.tokenizer import Tokenizer
@@ -25,20 +26,28 @@ def keys_of(session: Session, count: int) -> list[str]:
     """
     if session is None or isinstance(session, str):
         return [session or new_key() for _ in range(count)]
-    keys = list(session) if isinstance(session, Sequence) else [session]
-    if not all(isinstance(key, str) for key in keys):
-        raise TypeError(f"session must be a text, or one for each prompt, got {session!r:.80}.")
+    keys = _listed(session)
     if len(keys) != count:
         raise ValueError(f"{len(keys)} sessions for {count} prompts; give one, or one for each.")
     return [key or new_key() for key in keys]
+
+
+def _listed(session: Any) -> list[str]:
+    """Return the sessions of several prompts. Raises TypeError for what is no text or texts."""
+    keys: list[Any] = list(session) if isinstance(session, Sequence) else [session]
+    if not all(isinstance(key, str) for key in keys):
+        raise TypeError(f"session must be a text, or one for each prompt, got {session!r:.80}.")
+    return keys
 
 
 class KeyedTokenizers:
     """The tokenizers of the prompts of a call, and the key of each, in the order of the calls."""
 
     def __init__(self, tokenizer_of: Callable[[Adapter, str], Tokenizer], session: Session):
-        """`tokenizer_of` tells the one of an adapter's name and a key."""
-        self._tokenizer_of, self._session = tokenizer_of, session
+        """`tokenizer_of` tells the one of an adapter's name and a key. Raises TypeError."""
+        self._tokenizer_of = tokenizer_of
+        one = session is None or isinstance(session, str)
+        self._session: Session = session if one else _listed(session)
         self.keys: list[str] = []
 
     def __call__(self, adapter: Adapter) -> Tokenizer:

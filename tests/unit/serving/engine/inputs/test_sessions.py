@@ -23,6 +23,8 @@ def test_wrong_sessions_say_what_to_give():
     for wrong in (7, [None], b"anna"):
         with pytest.raises(TypeError, match="session must be a text, or one for each prompt"):
             keys_of(wrong, 1)
+        with pytest.raises(TypeError, match="session must be a text, or one for each prompt"):
+            KeyedTokenizers(lambda name, key: None, wrong)
 
 
 @pytest.mark.parametrize("session", [None, "anna", ["anna", "bert"]])
