@@ -16,7 +16,7 @@ from support.processes.server_process import ROOT
 
 from lora_jax.quantize import quantize
 from serving import Engine, Sampling
-from serving.functions import Agent, FunctionDied, jail, tenants
+from serving.functions import Agent, DeviceFull, FunctionDied, jail, tenants
 
 MODEL = ROOT / "assets" / "tiny-moe"
 SIZES = {"max_num_seqs": 2, "max_model_len": 64, "max_num_batched_tokens": 8, "max_loras": 1}
@@ -126,7 +126,7 @@ def test_adapters_in_processes_of_their_own_give_the_answers_of_one_engine(apart
         assert list(pool.map(answer, names)) == [coupled[name] for name in names]
     pids = {functions[name].pid for name in coupled} | {apart.engine.pid}
     assert len(pids) == 3
-    with pytest.raises(ValueError, match="All 2 seats of this backbone"):
+    with pytest.raises(DeviceFull, match="All 2 seats of this backbone"):
         apart.function(MODEL / "adapters" / "translation")
 
 
