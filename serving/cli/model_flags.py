@@ -7,7 +7,7 @@ from lora_jax import strict_json
 from lora_jax.config import ModelConfig, from_hf
 from serving.api.config import EngineConfig
 from serving.cli.options import Options
-from serving.engine.parts.pairs import Beside, check_pairs
+from serving.engine.parts.pairs import Beside, check_pairs, check_tenants
 from serving.loading.esft_checks import check_esft
 
 
@@ -31,6 +31,7 @@ def check_model_flags(options: Options) -> None:
     if not cluster.follows:  # rank 0 alone reads adapters
         check_esft(options.engine, model, {a.name: a.path for a in options.adapters})
     if has_functions and options.functions.functions_isolation == "server":
+        check_tenants(options.engine)
         try:
             alone = dataclasses.replace(beside, lora_server=True, tenants=True)
             check_pairs(options.engine, model, alone)

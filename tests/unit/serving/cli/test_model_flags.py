@@ -36,7 +36,7 @@ def model(tmp_path):
         (["--functions", ".", "--page-pool-bytes", "9"], "does not go with shared backbone"),
         (
             ["--functions", ".", "--functions-isolation", "server", "--lora-dtype", "int8"],
-            "With --functions-isolation server .* leave lora_dtype int8 out",
+            "lora_dtype int8 does not go with isolation 'server'.* use isolation 'process'",
         ),
         (
             ["--tensor-parallel-size", "2", "--max-esft-adapters", "2", *NODES],

@@ -91,7 +91,7 @@ def test_a_lora_server_does_not_go_with_chosen_modules(folder):
     model = from_hf(json.loads((folder / "model" / "config.json").read_text()))
     with pytest.raises(ValueError, match="lora_target_modules is for adapters that the instances"):
         check_pairs(config, model, Beside(lora_server=True))
-    with pytest.raises(ValueError, match="A process that computes one function's adapter"):
+    with pytest.raises(ValueError, match="lora_target_modules does not go with isolation"):
         check_pairs(config, model, Beside(lora_server=True, tenants=True))
     check_pairs(config, model, Beside())
     check_pairs(dataclasses.replace(config, lora_target_modules=None), model, Beside(True))
