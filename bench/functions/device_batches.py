@@ -1,4 +1,4 @@
-"""What a backbone's memory and turns are worth on a device: batches, tokens, first tokens.
+"""Worth of a shared backbone and of turns on a device: batches, tokens and first tokens.
 
 `batches` is Table 2 of ServerlessLoRA (arXiv 2505.14468), measured: two functions with weights of
 their own hold the paper's batch each; over one backbone they have the same bytes for larger ones.
