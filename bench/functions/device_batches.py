@@ -76,7 +76,7 @@ def slicing(
     for turns in (True, False):
         # A device always has turns: the driver's slices are had by an agent that keeps none.
         keeps = mock.patch("serving.functions.agent.TurnKeeper", return_value=None)
-        sizes = _FIELDS | {"max_num_seqs": 8, "kv_cache_memory_bytes": 1 << 30}
+        sizes: dict[str, Any] = _FIELDS | {"max_num_seqs": 8, "kv_cache_memory_bytes": 1 << 30}
         with contextlib.nullcontext() if turns else keeps:
             agent = Agent(model, **sizes)
         with agent:
