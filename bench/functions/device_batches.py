@@ -74,7 +74,7 @@ def slicing(
     milliseconds of first tokens of streams of 64 tokens, one at a time to each function."""
     rows = []
     for turns in (True, False):
-        # A device always has turns: the driver's slices are had by an agent that keeps none.
+        # On a GPU an agent always gives turns; without a keeper the driver slices the time.
         keeps = mock.patch("serving.functions.agent.TurnKeeper", return_value=None)
         sizes: dict[str, Any] = _FIELDS | {"max_num_seqs": 8, "kv_cache_memory_bytes": 1 << 30}
         with contextlib.nullcontext() if turns else keeps:
@@ -95,7 +95,7 @@ def slicing(
 
 
 def _sizes(batch: int, request: int) -> dict[str, Any]:
-    room = (batch + 1) * request  # and a page that no request has
+    room = (batch + 1) * request  # one request more than run at once
     return _FIELDS | {"max_num_seqs": batch, "kv_cache_memory_bytes": room}
 
 
