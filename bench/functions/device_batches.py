@@ -52,7 +52,6 @@ def batches(
         private = {"batch": batch, "tokens_per_s": round(rate), "mib": device_mib() - before}
         backbone_bytes = one.backbone_bytes
     larger = batch + int(backbone_bytes / 2 / request)
-    before = device_mib()
     with Agent(model, **_sizes(larger, request)) as agent:
         functions = [agent.function(adapter) for adapter in adapters]
         _warm(functions, larger)
